@@ -1,0 +1,73 @@
+"""A checked call: what `verify()` and `sample()` hand to a back end once every argument has been looked at.
+
+Scores and ids stay where the caller has them. A parameter is either one host number for all rows, or an `Array` on the
+data's own device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from cupyspec._philox import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Memory borrowed from the caller: described, never copied, never written (outputs apart)."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    dtype: str  # "float32", "float16", "bfloat16", "int32", "bool", ...
+    host: npt.NDArray[Any] | None  # the same memory for NumPy when it is on the CPU (bfloat16 as uint16 bits)
+    owner: Any  # keeps the memory alive
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One side's score rows, target or draft.
+
+    Padded rows are [B, rows, V]; flattened ones [rows in all, V].
+    """
+
+    array: Array
+    probs: bool  # values are probabilities, used as given; else logits
+    temperature: float | Array  # [B] or one for all
+    log_normalizer: Array | None  # [B, rows], or [rows in all] when flattened
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCall:
+    """`verify()`'s call, and `sample()`'s (a chain of no drafts: K = 0, draft_tokens None)."""
+
+    batch_size: int  # B
+    num_drafts: int  # K: columns of draft_tokens, or max_draft_tokens when flattened
+    vocab_size: int  # ids at or above it do not exist
+    draft_tokens: Array | None  # [B, K] or [T], int32 or int64
+    target: Scores
+    draft: Scores | None  # None: one-hot drafts
+    num_draft_tokens: Array | None  # [B], any integer dtype
+    cu_num_draft_tokens: Array | None  # [B + 1], any integer dtype; given = flattened layout
+    active: Array | None  # [B] bool or uint8
+    seed: int | Array  # int in [0, 2^64) or 0-d: split per row; [B] integers: as is; [B, 2] uint32: (high, low)
+    step: int | Array  # [B] or one for all
+    # sample() alone: where its race stands in counter space.
+    position: int | Array
+    draw: int | Array
+    purpose: Purpose | None  # None: verification's own purposes
+    token_dtype: str  # "int32" or "int64"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainResult:
+    """Arrays a back end fills: host arrays, or device arrays of the library that back end allocates with."""
+
+    tokens: npt.NDArray[np.signedinteger[Any]]  # [B, K + 1]
+    num_accepted: npt.NDArray[np.int32]  # [B]
+    status: npt.NDArray[np.int32]  # [B]
+    log_normalizer: npt.NDArray[np.float32] | None = None  # [B], sample() only
