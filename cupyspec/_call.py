@@ -7,7 +7,9 @@ data's own device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cupyspec._segments import SEG
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,10 +63,10 @@ class ChainCall:
     draw: int | Array
     purpose: Purpose | None  # None: verification's own purposes
     token_dtype: str  # "int32" or "int64"
+    segment: int = SEG  # another size draws other tokens: for tests alone
 
 
-@dataclass(frozen=True, slots=True)
-class ChainResult:
+class ChainResult(NamedTuple):
     """Arrays a back end fills: host arrays, or device arrays of the library that back end allocates with."""
 
     tokens: npt.NDArray[np.signedinteger[Any]]  # [B, K + 1]

@@ -51,9 +51,7 @@ class _Side(NamedTuple):
         """What is wrong with row i where all of it is read, or else only the score of x."""
         whole = whole or self.greedy
         row = self.rows[i] if whole else self.rows[i, x : x + 1]
-        bad_normalizer = (
-            self.log_normalizer is not None and not self.greedy and not np.isfinite(self.log_normalizer[i])
-        )
+        bad_normalizer = self.log_normalizer is not None and not self.greedy and not np.isfinite(self.log_normalizer[i])
         if bad_normalizer or not_finite(row, self.probs):
             return Status.TARGET_NOT_FINITE
         return Status.TARGET_EMPTY if whole and is_empty(row, self.probs) else Status(0)
@@ -61,9 +59,7 @@ class _Side(NamedTuple):
     def distribution(self, i: int) -> Float64:
         """p or q of row i."""
         normalizer = None if self.log_normalizer is None else float(self.log_normalizer[i])
-        return probabilities(
-            self.rows[i], probs=self.probs, temperature=self.temperature, log_normalizer=normalizer
-        )
+        return probabilities(self.rows[i], probs=self.probs, temperature=self.temperature, log_normalizer=normalizer)
 
     def scaled(self, i: int) -> Float64:
         """z / T of row i."""
@@ -99,7 +95,9 @@ def verify(
     vocab = target_scores.shape[-1] if vocab_size is None else vocab_size
     temperature = np.broadcast_to(np.asarray(temperature, np.float64), (batch,))
     draft_temperature = (
-        temperature if draft_temperature is None else np.broadcast_to(np.asarray(draft_temperature, np.float64), (batch,))
+        temperature
+        if draft_temperature is None
+        else np.broadcast_to(np.asarray(draft_temperature, np.float64), (batch,))
     )
     lengths = np.full(batch, width) if num_draft_tokens is None else np.asarray(num_draft_tokens)
     answer = OracleAnswer(
@@ -208,9 +206,7 @@ def _acceptance(i: int, x: int, target: _Side, draft: _Side | None, rule: Token 
     return token.acceptance(p, q, x, rule.lenience if isinstance(rule, Token) else 1.0)
 
 
-def _residual(
-    i: int, x: int, target: _Side, draft: _Side | None, rule: Token | Sigmoid
-) -> tuple[Float64, Float64]:
+def _residual(i: int, x: int, target: _Side, draft: _Side | None, rule: Token | Sigmoid) -> tuple[Float64, Float64]:
     """Weights after x was rejected at position i, and the size of the terms they are differences of."""
     p, q, one_hot_draft = _values(i, x, target, draft, rule)
     if one_hot_draft:
@@ -224,9 +220,7 @@ def _residual(
     return token.residual(p, q), p + q
 
 
-def _values(
-    i: int, x: int, target: _Side, draft: _Side | None, rule: Token | Sigmoid
-) -> tuple[Float64, Float64, bool]:
+def _values(i: int, x: int, target: _Side, draft: _Side | None, rule: Token | Sigmoid) -> tuple[Float64, Float64, bool]:
     """What the rule compares at position i, target and draft [V], and whether the draft's is one-hot."""
     if isinstance(rule, Sigmoid):
         p = sigmoid.values(target.scaled(i), rule.alpha, rule.beta)

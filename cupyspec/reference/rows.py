@@ -30,9 +30,7 @@ def is_empty(row: Floats, probs: bool) -> bool:
     return not bool((row >= SMALLEST).any() if probs else (row > -np.inf).any())
 
 
-def probabilities(
-    row: Floats, *, probs: bool, temperature: float, log_normalizer: float | None = None
-) -> Float64:
+def probabilities(row: Floats, *, probs: bool, temperature: float, log_normalizer: float | None = None) -> Float64:
     """The distribution of a row [V]: softmax after temperature; one-hot argmax if greedy; probabilities as given."""
     row = row.astype(np.float64)
     if probs:

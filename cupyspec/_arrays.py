@@ -1,0 +1,298 @@
+"""The border to array libraries: recognise, borrow, check, hand back. No other module knows a framework.
+
+NumPy, PyTorch, JAX and CuPy are read by their own quick ways, any other array by DLPack. Libraries are recognised among
+the modules already imported, so that none is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyspec._call import Array
+
+HostArray = npt.NDArray[Any]
+
+SCORE_DTYPES = ("float32", "float16", "bfloat16")
+TOKEN_DTYPES = ("int32", "int64")
+INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+REAL_DTYPES = (*INTEGER_DTYPES, "float16", "bfloat16", "float32", "float64")
+ACTIVE_DTYPES = ("bool", "uint8")
+
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
+_OVERLAP_WORK: Any = 10_000  # steps of the proof that two strided arrays share nothing
+_ALIGNMENT = 64  # at which JAX takes NumPy memory without a copy
+
+
+class Device(NamedTuple):
+    """Where an array lives."""
+
+    kind: str  # "cpu", "cuda", or the library's own word for what cupyspec cannot read
+    ordinal: int
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.ordinal}"
+
+
+class Library:
+    """What the border asks of an array library; this class serves any producer of DLPack."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def device(self, x: Any) -> Device:
+        """Device of an array."""
+        kind, index = (int(v) for v in x.__dlpack_device__())
+        if kind in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
+            return Device("cpu", 0)
+        return Device("cuda" if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED) else f"dlpack-device-{kind}", index)
+
+    def to_numpy(self, x: Any) -> HostArray:
+        """A CPU array's memory for NumPy; bfloat16 may come as ml_dtypes' or as uint16 bits (see `dtype`)."""
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(f"NumPy cannot import this {self.name} array by DLPack: {error}") from error
+
+    def dtype(self, x: Any) -> str:
+        """Name of an array's dtype, NumPy's where it has one."""
+        name = getattr(x.dtype, "name", None)
+        return str(name if name is not None else x.dtype).rpartition(".")[2]
+
+    def from_numpy(self, values: HostArray, like: Any) -> Any:
+        """`values` as an array of this library on the (CPU) device of `like`."""
+        if not hasattr(like, "__array_namespace__"):
+            return values
+        return like.__array_namespace__().from_dlpack(values)
+
+    def check_writable(self, name: str, x: Any) -> None:
+        """ValueError if an output cannot be written."""
+        if not self.to_numpy(x).flags.writeable:
+            raise ValueError(f"{name} must be writable, got a read-only {self.name} array")
+
+
+class _NumPy(Library):
+    def device(self, x: Any) -> Device:
+        return Device("cpu", 0)
+
+    def to_numpy(self, x: Any) -> HostArray:
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError("masked arrays are not read: fill them first, for example with -inf (x.filled(-np.inf))")
+        if not x.dtype.isnative:
+            raise TypeError(f"arrays must be in native byte order, got dtype {x.dtype.str}")
+        return np.asarray(x)
+
+    def from_numpy(self, values: HostArray, like: Any) -> Any:
+        return values
+
+
+class _Torch(Library):
+    def device(self, x: Any) -> Device:
+        return Device(x.device.type, x.device.index or 0)
+
+    def to_numpy(self, x: Any) -> HostArray:
+        torch = sys.modules["torch"]
+        if x.layout != torch.strided:
+            raise TypeError(f"torch tensors must be dense (torch.strided), got layout {x.layout}")
+        x = x.detach().resolve_neg()
+        if x.dtype == torch.bfloat16:
+            x = x.view(torch.int16)
+        values: HostArray = x.numpy()
+        return values
+
+    def dtype(self, x: Any) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def from_numpy(self, values: HostArray, like: Any) -> Any:
+        return sys.modules["torch"].from_numpy(values)
+
+    def check_writable(self, name: str, x: Any) -> None:
+        if x.device.type == "meta":
+            raise ValueError(f"{name} must be writable, got a meta tensor")
+
+
+class _Jax(Library):
+    def device(self, x: Any) -> Device:
+        jax = sys.modules["jax"]
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                "cupyspec reads values, and a JAX tracer has none: call it outside jax.jit, or through "
+                "jax.pure_callback"
+            )
+        devices = x.devices()
+        if len(devices) != 1:
+            raise ValueError(f"arrays must lie on one device, got a JAX array sharded over {len(devices)}")
+        (device,) = devices
+        return Device("cuda" if device.platform == "gpu" else device.platform, device.local_hardware_id or 0)
+
+    def to_numpy(self, x: Any) -> HostArray:
+        return np.asarray(x)
+
+    def from_numpy(self, values: HostArray, like: Any) -> Any:
+        jax = sys.modules["jax"]
+        (device,) = like.devices()
+        with jax.default_device(device):
+            answer = jax.device_put(values, device)
+        if answer.dtype != values.dtype:
+            raise ValueError(f"JAX holds no {values.dtype} arrays unless jax_enable_x64 is set")
+        return answer
+
+    def check_writable(self, name: str, x: Any) -> None:
+        raise ValueError(f"{name} must be writable, got a JAX array: they are immutable")
+
+
+@functools.cache
+def _library_of_type(kind: Hashable) -> Library | None:
+    if not isinstance(kind, type):
+        return None
+    modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if issubclass(kind, np.ndarray):
+        return _NumPy("numpy")
+    if "torch" in modules and issubclass(kind, sys.modules["torch"].Tensor):
+        return _Torch("torch")
+    if modules & {"jax", "jaxlib"}:
+        jax = sys.modules.get("jax")
+        if jax is not None and issubclass(kind, (jax.Array, jax.core.Tracer)):
+            return _Jax("jax")
+    if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
+        return Library(kind.__module__.partition(".")[0])
+    return None
+
+
+def library_of(name: str, x: Any) -> Library:
+    """The library of an array argument; TypeError if it is not an array."""
+    library = _library_of_type(type(x))
+    if library is None:
+        raise TypeError(
+            f"{name} must be an array of NumPy, PyTorch, JAX, CuPy or any library with __dlpack__, "
+            f"got {type(x).__module__}.{type(x).__qualname__}"
+        )
+    return library
+
+
+class Border:
+    """The library and the device that the arrays of a call have in common, and the way in and out of them."""
+
+    def __init__(self, name: str, x: Any) -> None:
+        self._first_name, self._first = name, x
+        self.library = library_of(name, x)
+        self.device = self.library.device(x)
+        if self.device.kind == "cuda":
+            require_cupy()
+        elif self.device.kind != "cpu":
+            raise ValueError(f"{name} must be on the CPU or a CUDA device, got device {self.device}")
+
+    def borrow(self, name: str, x: Any, dtypes: Sequence[str]) -> Array:
+        """An array argument, which must be of the call's library and device, described without a copy."""
+        library = library_of(name, x)
+        if library.name != self.library.name:
+            raise TypeError(
+                f"{name} is a {library.name} array but {self._first_name} is a {self.library.name} array: "
+                "all arrays of a call must be of one library"
+            )
+        device = library.device(x)
+        if device != self.device:
+            raise ValueError(
+                f"{name} is on {device} but {self._first_name} is on {self.device}: "
+                "all arrays of a call must be on one device"
+            )
+        dtype = library.dtype(x)
+        if dtype not in dtypes:
+            raise TypeError(f"{name} must have dtype {' or '.join(dtypes)}, got {dtype}")
+        return _describe(library.to_numpy(x), dtype, x)
+
+    def parameter(self, name: str, x: Any) -> HostArray | Array:
+        """A per-row parameter: its values where the host has them, else the device array that holds them.
+
+        Host values may be Python numbers and sequences, NumPy arrays, or CPU arrays of any library.
+        """
+        if x is None:
+            raise TypeError(f"{name} must be a number or an array with one value per row, got None")
+        if isinstance(x, (list, tuple)):
+            # As objects: integers of every size stay what they are until the parameter's own check.
+            values = np.array(x, dtype=object)
+            return np.array(x) if all(isinstance(v, (float, np.floating)) for v in values.flat) else values
+        if isinstance(x, (bool, int, float, np.generic)):
+            return np.asarray(x)
+        library = library_of(name, x)
+        device = library.device(x)
+        if device.kind == "cpu":
+            array = _describe(library.to_numpy(x), library.dtype(x), x)
+            return as_float32(array) if array.dtype == "bfloat16" else host(array)
+        return self.borrow(name, x, (*REAL_DTYPES, "bool"))
+
+    def place(self, values: HostArray) -> Array:
+        """Host values of a parameter where the call's arrays are."""
+        return _describe(np.ascontiguousarray(values), values.dtype.name, values)
+
+    def hand_back(self, values: HostArray) -> Any:
+        """A result as an array of the caller's library on the caller's device."""
+        return self.library.from_numpy(values, self._first)
+
+    def borrow_output(self, name: str, x: Any, shape: tuple[int, ...], dtype: str, inputs: Sequence[Array]) -> Array:
+        """An array of `out=`: right shape and dtype, writable in place, and apart from every input."""
+        array = self.borrow(name, x, (dtype,))
+        library_of(name, x).check_writable(name, x)
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+        if any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)):
+            raise ValueError(f"{name} must not repeat memory (it has a stride of 0)")
+        if not host(array).flags.writeable:
+            raise ValueError(f"{name} must be writable, got a read-only array")
+        if any(_overlap(array, other) for other in inputs):
+            raise ValueError(f"{name} must not overlap an input or another output")
+        return array
+
+
+def _describe(values: HostArray, dtype: str, owner: Any) -> Array:
+    if dtype == "bfloat16":
+        values = values.view(np.uint16)
+    strides = tuple(stride // values.itemsize for stride in values.strides)
+    return Array(values.ctypes.data, values.shape, strides, dtype, values, owner)
+
+
+def _overlap(a: Array, b: Array) -> bool:
+    try:
+        return np.shares_memory(host(a), host(b), max_work=_OVERLAP_WORK)
+    except np.exceptions.TooHardError:
+        return True  # their ranges cross, and no cheap proof says that no element is shared
+
+
+def host(array: Array) -> HostArray:
+    """The memory of a CPU array; bfloat16 as uint16 bits."""
+    if array.host is None:
+        raise TypeError("a device array has no host memory")
+    return array.host
+
+
+def as_float32(array: Array, index: Any = ...) -> npt.NDArray[np.float32]:
+    """Scores of a CPU array at a NumPy index, in float32: a view where they are stored so, else a copy."""
+    values = host(array)[index]
+    if array.dtype == "bfloat16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.asarray(values, np.float32)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
+    """An uninitialised C-ordered array on a boundary at which every library takes it without a copy."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    values: HostArray = buffer[start : start + size].view(dtype).reshape(shape)
+    return values
+
+
+def require_cupy() -> None:
+    """ImportError that says what to install, unless CuPy can be imported."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "CUDA arrays need CuPy: pip install 'cupyspec[cuda12]' (CUDA 12) or 'cupyspec[cuda13]' (CUDA 13)"
+        ) from error

@@ -1,0 +1,72 @@
+"""From a checked call to the caller's arrays: the choice of path, `out=` and `check=`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from cupyspec._arrays import Border, host
+from cupyspec._call import Array, ChainCall, Scores
+from cupyspec._status import raise_for_status
+from cupyspec.cpu.chain import run as run_on_cpu
+from cupyspec.rules import Sigmoid, Token
+
+Answer = TypeVar("Answer", bound=tuple[Any, ...])
+
+
+def answer(
+    kind: type[Answer],
+    border: Border,
+    call: ChainCall,
+    rule: Token | Sigmoid,
+    outputs: Mapping[str, tuple[tuple[int, ...], str]],
+    out: Any,
+    check: bool,
+) -> Answer:
+    """Run a call. `outputs` names the fields of the answer that are arrays, with shape and dtype; others are None."""
+    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+    destinations = _destinations(kind, border, call, outputs, out)
+    result = run_on_cpu(call, rule)
+    if call.purpose is not None:  # sample(): the one column of a chain without drafts
+        result = result._replace(tokens=result.tokens.reshape(call.batch_size))
+    for name, array in destinations.items():
+        host(array)[...] = getattr(result, name)
+    if check:
+        raise_for_status(result.status)
+    if out is not None:
+        return kind(*out)
+    values = [border.hand_back(getattr(result, name)) if name in outputs else None for name in fields]
+    return kind(*values)
+
+
+def _destinations(
+    kind: type[Answer],
+    border: Border,
+    call: ChainCall,
+    outputs: Mapping[str, tuple[tuple[int, ...], str]],
+    out: Any,
+) -> dict[str, Array]:
+    """The arrays of `out`, checked before anything runs."""
+    if out is None:
+        return {}
+    if not isinstance(out, kind):
+        raise TypeError(f"out must be a {kind.__name__}, got {type(out).__name__}")
+    destinations: dict[str, Array] = {}
+    for name in kind._fields:  # type: ignore[attr-defined]
+        given = getattr(out, name)
+        if name in outputs:
+            apart_from = [*_inputs(call), *destinations.values()]
+            destinations[name] = border.borrow_output(f"out.{name}", given, *outputs[name], apart_from)
+        elif given is not None:
+            raise ValueError(f"out.{name} must be None in this call, got {type(given).__name__}")
+    return destinations
+
+
+def _inputs(call: ChainCall) -> list[Array]:
+    """Every array that a call reads."""
+    sides: list[Scores] = [call.target] if call.draft is None else [call.target, call.draft]
+    parts = [getattr(call, name) for name in ("draft_tokens", "num_draft_tokens", "cu_num_draft_tokens", "active")]
+    parts += [call.seed, call.step, call.position, call.draw]
+    for side in sides:
+        parts += [side.array, side.temperature, side.log_normalizer]
+    return [part for part in parts if isinstance(part, Array)]

@@ -1,0 +1,1 @@
+"""The CPU path: float32, many rows at a time, position by position, reading only rows that are needed."""

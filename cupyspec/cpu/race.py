@@ -1,0 +1,48 @@
+"""The race of segments and the pick inside the winner, for many rows at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyspec._philox import Purpose, UInt64, coin, draw_words, unit_exponential
+from cupyspec.cpu.rows import Indices, Weights
+
+
+def race(
+    weights: Weights,
+    seeds: UInt64,
+    steps: UInt64,
+    purpose: Purpose,
+    *,
+    position: npt.NDArray[Any],
+    draw: npt.NDArray[Any],
+    segment: int,
+) -> Indices:
+    """One id [R] per row, with probability proportional to its weights."""
+    w, masses = weights
+    rows = np.arange(len(seeds))
+    exponential, pick = draw_words(
+        seeds[:, None],
+        steps[:, None],
+        purpose,
+        position=position[:, None],
+        draw=draw[:, None],
+        segment=np.arange(masses.shape[1])[None, :],
+    )
+    keys = np.where(masses > 0, unit_exponential(exponential) / masses, np.inf)
+    winner = np.argmin(keys, axis=1)
+    start = winner * segment
+    if masses.shape[1] == 1:
+        inside = w
+    elif rows.size == 1:
+        inside = w[:, start[0] : start[0] + segment]
+    else:
+        ids = start[:, None] + np.arange(segment)
+        inside = w[rows[:, None], np.minimum(ids, w.shape[1] - 1)]
+        inside[ids >= w.shape[1]] = 0
+    running = np.cumsum(inside, axis=1, dtype=np.float64)
+    threshold = coin(pick[rows, winner]) * running[:, -1]
+    return start + np.sum(running <= threshold[:, None], axis=1)

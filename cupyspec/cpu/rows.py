@@ -1,0 +1,193 @@
+"""Score rows on the CPU in float32: what is wrong with a row, its weights and their segment sums."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyspec._arrays import as_float32, host
+from cupyspec._call import Array, ChainCall, Scores
+from cupyspec._segments import segment_count
+from cupyspec._status import Status
+
+Bools = npt.NDArray[np.bool_]
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+Statuses = npt.NDArray[np.int32]
+
+SMALLEST = np.float32(2.0**-126)  # temperatures below it are greedy, probabilities below it are 0
+
+
+class Weights(NamedTuple):
+    """Rows of non-negative weights."""
+
+    w: Float32  # [R, V]
+    masses: Float32  # [R, S]: sums of w over segments
+
+    @classmethod
+    def of(cls, w: Float32, segment: int) -> Weights:
+        """Weights [R, V] with their segment sums."""
+        rows, vocab = w.shape
+        whole = vocab // segment
+        masses = np.empty((rows, segment_count(vocab, segment)), np.float32)
+        if whole:
+            np.add.reduce(w[:, : whole * segment].reshape(rows, whole, segment), axis=2, out=masses[:, :whole])
+        if whole < masses.shape[1]:
+            np.add.reduce(w[:, whole * segment :], axis=1, out=masses[:, whole])
+        return cls(w, masses)
+
+    def total(self) -> Float64:
+        """Sum of each row."""
+        return self.masses.sum(axis=1, dtype=np.float64)
+
+
+def per_row(value: float | Array, batch_size: int) -> npt.NDArray[Any]:
+    """A parameter's value for each of B rows."""
+    values = host(value) if isinstance(value, Array) else np.asarray(value)
+    return np.broadcast_to(values, (batch_size,))
+
+
+class Side:
+    """The target's or the draft's score rows of a call."""
+
+    def __init__(self, call: ChainCall, scores: Scores, starts: Indices | None) -> None:
+        self._array, self._vocab_size = scores.array, call.vocab_size
+        self._starts = starts  # flattened: index of each batch row's first score row
+        self.segment = call.segment
+        self.probs = scores.probs
+        self.temperature = per_row(scores.temperature, call.batch_size).astype(np.float32)
+        self.greedy: Bools = (self.temperature < SMALLEST) & (not scores.probs)
+        self.log_normalizer = None if scores.log_normalizer is None else host(scores.log_normalizer)
+
+    def _at(self, b: Indices, i: int) -> tuple[Any, ...]:
+        """Index of position i of batch rows b in arrays with one item per score row."""
+        return (b, i) if self._starts is None else (self._starts[b] + i,)
+
+    def load(self, b: Indices, i: int) -> Float32:
+        """Scores [R, V] of position i, perhaps a view of the caller's memory."""
+        columns = slice(self._vocab_size)
+        if b.size == 1:  # a plain index, so that a float32 row is not copied
+            row = tuple(v[0] if isinstance(v, np.ndarray) else v for v in self._at(b, i))
+            return as_float32(self._array, (*row, columns))[None, :]
+        return as_float32(self._array, (*self._at(b, i), columns))
+
+    def score(self, b: Indices, i: int, x: Indices) -> Float32:
+        """Scores [R] of ids x at position i."""
+        return as_float32(self._array, (*self._at(b, i), x))
+
+    def normalizer(self, b: Indices, i: int) -> Float64 | None:
+        """Log-normalisers [R] handed in for position i."""
+        if self.log_normalizer is None:
+            return None
+        values: Float64 = self.log_normalizer[self._at(b, i)].astype(np.float64)
+        return values
+
+
+class Rows:
+    """Rows b of one side at position i, read as far as somebody asks.
+
+    Faults are named as the target's; a draft's reader renames them.
+    """
+
+    def __init__(self, side: Side, b: Indices, i: int) -> None:
+        self.side, self.b, self.i = side, b, i
+        self.temperature = side.temperature[b]
+
+    def take(self, rows: Indices) -> Rows:
+        """Some of the rows, with what has been read of them."""
+        if rows.size == self.b.size:
+            return self
+        taken = Rows(self.side, self.b[rows], self.i)
+        read = vars(self)
+        if "scores" in read:
+            taken.scores = self.scores[rows]
+        if "_judged" in read:
+            taken._judged = self.top[rows], self.status[rows]
+        if "weights" in read:
+            taken.weights = Weights(self.weights.w[rows], self.weights.masses[rows])
+        return taken
+
+    @cached_property
+    def scores(self) -> Float32:
+        """All scores [R, V]."""
+        return self.side.load(self.b, self.i)
+
+    @cached_property
+    def _judged(self) -> tuple[Float32, Statuses]:
+        highest = np.max(self.scores, axis=1)  # NaN if any is
+        status = np.zeros(highest.size, np.int32)
+        if self.side.probs:
+            status[highest < SMALLEST] = Status.TARGET_EMPTY
+            status[~np.isfinite(highest) | (np.min(self.scores, axis=1) < 0)] = Status.TARGET_NOT_FINITE
+        else:
+            status[highest == -np.inf] = Status.TARGET_EMPTY
+            status[np.isnan(highest) | (highest == np.inf)] = Status.TARGET_NOT_FINITE
+        return np.where(status, np.float32(0), highest), status
+
+    @property
+    def top(self) -> Float32:
+        """The highest score of each row, 0 if the row has a fault."""
+        return self._judged[0]
+
+    @property
+    def status(self) -> Statuses:
+        """What is wrong with each whole row."""
+        return self._judged[1]
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Weights of the whole rows: exp((z - top) / T), or probabilities as given."""
+        if self.side.probs:
+            return Weights.of(_flushed(self.scores), self.side.segment)
+        w = self.scores - self.top[:, None]
+        if (self.temperature != 1).any():
+            w /= self.temperature[:, None]
+        np.exp(w, out=w)
+        return Weights.of(w, self.side.segment)
+
+    @property
+    def scale(self) -> Float64:
+        """What the weights are divided by to be probabilities."""
+        if self.side.probs:
+            return np.ones(self.b.size)
+        normalizer = self.side.normalizer(self.b, self.i)
+        if normalizer is None:
+            return self.weights.total()
+        return np.exp((normalizer * self.temperature - self.top) / self.temperature)
+
+    def probability(self, x: Indices) -> tuple[Float64, Statuses]:
+        """Probabilities [R] of ids x, and the status of what was read for them."""
+        score = self.side.score(self.b, self.i, x)
+        if self.side.probs:
+            return _flushed(score).astype(np.float64), self.status
+        normalizer = self.side.normalizer(self.b, self.i)
+        if normalizer is None:
+            return np.exp((score.astype(np.float64) - self.top) / self.temperature) / self.scale, self.status
+        status = self.judge_single(score)
+        status[~np.isfinite(normalizer)] = Status.TARGET_NOT_FINITE
+        return np.exp((score - normalizer * self.temperature) / self.temperature), status
+
+    def scaled(self, x: Indices | None = None) -> Float64:
+        """z / T of ids x [R], or of the whole rows [R, V]."""
+        if x is None:
+            return self.scores.astype(np.float64) / self.temperature[:, None]
+        return self.side.score(self.b, self.i, x).astype(np.float64) / self.temperature
+
+    @staticmethod
+    def judge_single(score: npt.NDArray[np.floating[Any]]) -> Statuses:
+        """Status of rows of which one logit [R] alone is read."""
+        return np.where(np.isnan(score) | (score == np.inf), Status.TARGET_NOT_FINITE, 0).astype(np.int32)
+
+
+def as_draft_status(status: Statuses) -> Statuses:
+    """Faults of a draft row, which have one bit together."""
+    return np.where(status, Status.DRAFT_INVALID, 0).astype(np.int32)
+
+
+def _flushed(values: Float32) -> Float32:
+    """Probabilities with subnormals as 0, as a GPU's float32 arithmetic has them."""
+    return np.where(values >= SMALLEST, values, np.float32(0))
