@@ -62,10 +62,25 @@ print([name for name in cupyspec.__all__ if not hasattr(cupyspec, name)])
     assert run(code).strip() == "[]"
 
 
+PROBE = """
+import pytest
+
+def test_one(need_frontend):
+    need_frontend("jax")
+
+def test_all(frontend):
+    pass
+
+@pytest.mark.gpu
+def test_gpu():
+    raise RuntimeError("ran without a GPU")
+"""
+
+
 def run_pytest(tmp_path: Path, *options: str, hide: str = "") -> subprocess.CompletedProcess[str]:
-    """A pytest run under this suite's conftest on two small tests, with one library made unimportable."""
+    """A pytest run under this suite's conftest on a few small tests, with some libraries made unimportable."""
     test = tmp_path / "test_probe.py"
-    test.write_text("def test_one(need_frontend):\n    need_frontend('jax')\n\ndef test_all(frontend):\n    pass\n")
+    test.write_text(PROBE)
     code = f"""
 import sys
 for name in {hide!r}.split():
@@ -75,11 +90,12 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
     options = ("-p", "no:cacheprovider", "-p", "conftest", "-rs", "-q", *options)
     # An empty configuration file of its own: neither this repository's options nor a parent folder's apply.
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n")
     return subprocess.run(
         [sys.executable, "-c", code, *options, str(test)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""},
+        # -1 hides every device from the driver, so that a machine with a GPU answers like one without.
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": "", "CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -89,8 +105,15 @@ sys.exit(pytest.main(sys.argv[1:]))
 def test_a_missing_library_skips_with_a_reason(tmp_path: Path) -> None:
     result = run_pytest(tmp_path, hide="torch jax cupy")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 passed, 4 skipped" in result.stdout
+    assert "1 passed, 5 skipped" in result.stdout
     assert "jax is not installed (--frontends jax makes this a failure)" in result.stdout
+
+
+def test_gpu_tests_skip_with_a_reason_where_no_device_is_visible(tmp_path: Path) -> None:
+    result = run_pytest(tmp_path, "-m", "gpu", hide="torch jax cupy")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 skipped, 5 deselected" in result.stdout
+    assert "needs a GPU: " in result.stdout
 
 
 def test_a_missing_library_that_was_requested_fails_the_run(tmp_path: Path) -> None:
