@@ -6,9 +6,8 @@ the modules already imported, so that none is imported here.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,10 +145,10 @@ class _Jax(Library):
         raise ValueError(f"{name} must be writable, got a JAX array: they are immutable")
 
 
-@functools.cache
-def _library_of_type(kind: Hashable) -> Library | None:
-    if not isinstance(kind, type):
-        return None
+_library_of_type: dict[type, Library | None] = {}
+
+
+def _recognise(kind: type) -> Library | None:
     modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if issubclass(kind, np.ndarray):
         return _NumPy("numpy")
@@ -166,7 +165,10 @@ def _library_of_type(kind: Hashable) -> Library | None:
 
 def library_of(name: str, x: Any) -> Library:
     """The library of an array argument; TypeError if it is not an array."""
-    library = _library_of_type(type(x))
+    kind = type(x)
+    if kind not in _library_of_type:
+        _library_of_type[kind] = _recognise(kind)
+    library = _library_of_type[kind]
     if library is None:
         raise TypeError(
             f"{name} must be an array of NumPy, PyTorch, JAX, CuPy or any library with __dlpack__, "

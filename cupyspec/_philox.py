@@ -16,7 +16,8 @@ UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_ROUND = np.arange(10, dtype=np.uint64)
+_W0, _W1 = _ROUND * np.uint64(0x9E3779B9), _ROUND * np.uint64(0xBB67AE85)  # what round i adds to the key
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 STEP_LIMIT = 1 << 56  # steps fill counter word z and 24 bits of w
@@ -35,18 +36,16 @@ class Purpose(IntEnum):
     SPLIT = 255
 
 
-def philox4x32(
-    counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], words: int = 4
-) -> tuple[UInt32, ...]:
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], words: int = 4) -> tuple[UInt32, ...]:
     """The first `words` output words of ten rounds, over broadcast counters and keys (integers below 2^32)."""
     # 32-bit values in uint64 arrays: NumPy's 64-bit product then is the exact 32 x 32 one.
     x, y, z, w = (np.asarray(c, np.uint64) for c in counter)
     k0, k1 = (np.asarray(k, np.uint64) for k in key)
-    for _ in range(10):
+    round_keys = [(k + added.reshape(-1, *(1,) * k.ndim)) & _LOW for k, added in ((k0, _W0), (k1, _W1))]
+    for k0, k1 in zip(*round_keys, strict=True):
         product0, product1 = _M0 * x, _M1 * z
         x, y = (product1 >> _SHIFT) ^ y ^ k0, product1 & _LOW
         z, w = (product0 >> _SHIFT) ^ w ^ k1, product0 & _LOW
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     shape = np.broadcast_shapes(x.shape, y.shape, z.shape, w.shape)
     return tuple(np.broadcast_to(v, shape).astype(np.uint32) for v in (x, y, z, w)[:words])
 

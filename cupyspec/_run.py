@@ -34,9 +34,9 @@ def answer(
     if check:
         raise_for_status(result.status)
     if out is not None:
-        return kind(*out)
+        return out  # type: ignore[no-any-return]
     values = [border.hand_back(getattr(result, name)) if name in outputs else None for name in fields]
-    return kind(*values)
+    return kind._make(values)  # type: ignore[attr-defined, no-any-return]
 
 
 def _destinations(

@@ -7,8 +7,10 @@ a rejection are never read. A row's answer depends on that row alone: every sum 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cupyspec._arrays import aligned_empty, host
 from cupyspec._call import ChainCall, ChainResult
@@ -18,6 +20,9 @@ from cupyspec.cpu.race import race
 from cupyspec.cpu.rows import Bools, Float32, Indices, Rows, Side, Statuses, Weights, per_row
 from cupyspec.cpu.rules import Proposal, accept, residual
 from cupyspec.rules import Sigmoid, Token
+
+Kinds = npt.NDArray[np.signedinteger[Any]]
+_GREEDY, _SAMPLED, _GREEDY_DRAFT = 0, 1, 2  # of a batch row; the last: sampled, with drafts from an argmax
 
 _BLOCK_SCORES = 1 << 18  # scores of one side looked at together: 1 MiB of float32, about a core's L2
 _BLOCK_ROWS = 4096  # rows whose coins are drawn together
@@ -47,6 +52,9 @@ class _Chain:
         self.drafts, self.lengths, starts = self._read_drafts()
         self.target = Side(call, call.target, None if starts is None else starts + rows)
         self.draft = None if call.draft is None else Side(call, call.draft, starts)
+        self.kind: Kinds = np.where(self.target.greedy, _GREEDY, _SAMPLED)
+        if self.draft is not None:
+            self.kind[self.draft.greedy & ~self.target.greedy] = _GREEDY_DRAFT
         self.seeds: UInt64 = split_seed(call.seed, batch) if isinstance(call.seed, int) else host(call.seed)
         self.steps: UInt64 = per_row(call.step, batch).astype(np.uint64)
         self.position, self.draw = per_row(call.position, batch), per_row(call.draw, batch)
@@ -126,29 +134,27 @@ class _Chain:
     def _step(self, b: Indices, i: int, coins: Float32) -> Bools:
         """Test the drafts of rows b at position i and answer the rows that stop there. True: accepted."""
         accepted = np.zeros(b.size, np.bool_)
-        greedy = self.target.greedy[b]
-        draft_greedy = greedy if self.draft is None else self.draft.greedy[b]
-        for rows in _nonempty(greedy):
-            accepted[rows] = self._test_greedy(b[rows], i)
-        for one_hot in (False, True):
-            for rows in _nonempty(~greedy & (draft_greedy == one_hot)):
-                accepted[rows] = self._test_sampled(b[rows], i, coins[rows], one_hot)
+        test_of_kind = {_GREEDY: self._test_greedy, _SAMPLED: self._test_sampled, _GREEDY_DRAFT: self._test_sampled}
+        for kind, rows in _groups(self.kind[b]):
+            accepted[rows] = test_of_kind[kind](b[rows], i, coins[rows])
         self.result.tokens[b[accepted], i] = self.drafts[b[accepted], i]
         self.result.num_accepted[b[accepted]] = i + 1
         return accepted
 
-    def _test_greedy(self, b: Indices, i: int) -> Bools:
+    def _test_greedy(self, b: Indices, i: int, coins: Float32) -> Bools:
         rows = Rows(self.target, b, i)
         best, status = np.argmax(rows.scores, axis=1), rows.status
         accepted = (status == 0) & (best == self.drafts[b, i])
         self._answer(b[~accepted], i, best[~accepted], status[~accepted])
         return accepted
 
-    def _test_sampled(self, b: Indices, i: int, coins: Float32, draft_greedy: bool) -> Bools:
+    def _test_sampled(self, b: Indices, i: int, coins: Float32) -> Bools:
         draft = None if self.draft is None else Rows(self.draft, b, i)
+        draft_greedy = self.kind[b[0]] == _GREEDY_DRAFT
         proposal = Proposal(self.drafts[b, i], Rows(self.target, b, i), draft, draft_greedy)
         accepted, status = accept(self.rule, proposal, coins)
-        for rejected in _nonempty(~accepted & (status == 0)):
+        rejected = np.flatnonzero(~accepted & (status == 0))
+        if rejected.size:
             weights, status[rejected] = residual(self.rule, proposal.take(rejected))
             tokens = self._race(b[rejected], i, weights, Purpose.RESIDUAL)
             self._answer(b[rejected], i, tokens, status[rejected])
@@ -157,12 +163,11 @@ class _Chain:
 
     def _finish(self, b: Indices, i: int) -> None:
         """Answer rows b, whose next token comes from the target at position i without a rejection."""
-        greedy = self.target.greedy[b]
-        for subset in _nonempty(greedy):
+        for kind, subset in _groups(np.minimum(self.kind[b], _SAMPLED)):
             rows = Rows(self.target, b[subset], i)
-            self._answer(rows.b, i, np.argmax(rows.scores, axis=1), rows.status)
-        for subset in _nonempty(~greedy):
-            rows = Rows(self.target, b[subset], i)
+            if kind == _GREEDY:
+                self._answer(rows.b, i, np.argmax(rows.scores, axis=1), rows.status)
+                continue
             tokens = self._race(rows.b, i, rows.weights, self.call.purpose or Purpose.BONUS)
             self._answer(rows.b, i, tokens, rows.status)
             if self.log_normalizer is not None:
@@ -187,8 +192,9 @@ class _Chain:
         self.result.status[b] |= status
 
 
-def _nonempty(mask: Bools) -> Iterator[Indices]:
-    """The rows that a mask names, if it names any."""
-    rows = np.flatnonzero(mask)
-    if rows.size:
-        yield rows
+def _groups(kinds: Kinds) -> Iterator[tuple[int, Indices]]:
+    """Each kind that occurs, and where."""
+    for kind in (_GREEDY, _SAMPLED, _GREEDY_DRAFT):
+        rows = np.flatnonzero(kinds == kind)
+        if rows.size:
+            yield kind, rows
