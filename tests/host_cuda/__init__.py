@@ -1,0 +1,1 @@
+"""The kernels of `kernels/`, compiled by g++ and run on the CPU thread by thread."""
