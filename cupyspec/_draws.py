@@ -30,15 +30,11 @@ class Draws(NamedTuple):
     picks: npt.NDArray[np.float32]
 
 
-def chain_draws(
-    seeds: UInt64, steps: UInt64, num_draft_tokens: int, vocab_size: int, segment: int = SEG
-) -> Draws:
+def chain_draws(seeds: UInt64, steps: UInt64, num_draft_tokens: int, vocab_size: int, segment: int = SEG) -> Draws:
     """Draws of rows with the given 64-bit seeds [B] and steps [B]."""
     rows, positions = len(seeds), np.arange(num_draft_tokens + 1)
     segments = np.arange(segment_count(vocab_size, segment))
-    (word,) = draw_words(
-        seeds[:, None], steps[:, None], Purpose.ACCEPT, position=positions[None, :-1], words=1
-    )
+    (word,) = draw_words(seeds[:, None], steps[:, None], Purpose.ACCEPT, position=positions[None, :-1], words=1)
     shape = (2, rows, positions.size, segments.size)
     exponentials, picks = np.empty(shape), np.empty(shape, np.float32)
     for index, purpose in enumerate((Purpose.RESIDUAL, Purpose.BONUS)):

@@ -87,7 +87,7 @@ class _Chain:
         status[wrong] |= Status.LENGTH_OUT_OF_RANGE
 
         ends_row = (ids < 0) | (ids >= call.vocab_size) | (np.arange(width) >= lengths[:, None])
-        first = np.where(ends_row.any(axis=1), ends_row.argmax(axis=1), width)
+        first = np.where(ends_row, np.arange(width), width).min(axis=1, initial=width)
         cut = np.flatnonzero(first < lengths)
         out_of_range = cut[ids[cut, first[cut]] != -1]
         status[out_of_range] |= Status.TOKEN_OUT_OF_RANGE
@@ -166,13 +166,14 @@ class _Chain:
         for kind, subset in _groups(np.minimum(self.kind[b], _SAMPLED)):
             rows = Rows(self.target, b[subset], i)
             if kind == _GREEDY:
-                self._answer(rows.b, i, np.argmax(rows.scores, axis=1), rows.status)
-                continue
-            tokens = self._race(rows.b, i, rows.weights, self.call.purpose or Purpose.BONUS)
-            self._answer(rows.b, i, tokens, rows.status)
-            if self.log_normalizer is not None:
+                tokens, status, log_sum = np.argmax(rows.scores, axis=1), rows.status, np.zeros(subset.size)
+            else:
+                tokens = self._race(rows.b, i, rows.weights, self.call.purpose or Purpose.BONUS)
+                status = rows.status | rows.normalizer_status
                 log_sum = rows.top / rows.temperature.astype(np.float64) + np.log(rows.weights.total())
-                self.log_normalizer[rows.b] = np.where(rows.status, np.nan, log_sum)
+            self._answer(rows.b, i, tokens, status)
+            if self.log_normalizer is not None:
+                self.log_normalizer[rows.b] = np.where(status, np.nan, log_sum)
 
     def _race(self, b: Indices, i: int, weights: Weights, purpose: Purpose) -> Indices:
         sampling = self.call.purpose is not None

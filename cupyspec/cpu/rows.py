@@ -159,6 +159,14 @@ class Rows:
             return self.weights.total()
         return np.exp((normalizer * self.temperature - self.top) / self.temperature)
 
+    @property
+    def normalizer_status(self) -> Statuses:
+        """What is wrong with the log-normalisers handed in."""
+        normalizer = self.side.normalizer(self.b, self.i)
+        if normalizer is None:
+            return np.zeros(self.b.size, np.int32)
+        return np.where(np.isfinite(normalizer), 0, Status.TARGET_NOT_FINITE).astype(np.int32)
+
     def probability(self, x: Indices) -> tuple[Float64, Statuses]:
         """Probabilities [R] of ids x, and the status of what was read for them."""
         score = self.side.score(self.b, self.i, x)
@@ -167,8 +175,7 @@ class Rows:
         normalizer = self.side.normalizer(self.b, self.i)
         if normalizer is None:
             return np.exp((score.astype(np.float64) - self.top) / self.temperature) / self.scale, self.status
-        status = self.judge_single(score)
-        status[~np.isfinite(normalizer)] = Status.TARGET_NOT_FINITE
+        status = self.judge_single(score) | self.normalizer_status
         return np.exp((score - normalizer * self.temperature) / self.temperature), status
 
     def scaled(self, x: Indices | None = None) -> Float64:

@@ -126,9 +126,10 @@ def verify(
         if draft_scores is not None:
             draft_lse = None if draft_log_normalizer is None else draft_log_normalizer[b]
             draft = _Side(draft_scores[b, :, :vocab], draft_probs, float(draft_temperature[b]), draft_lse)
-        emitted, fault, in_band, band_width = _walk(
-            drafts, target, draft, rule, coins[b], exponentials[:, b], picks[:, b], segment
-        )
+        with np.errstate(all="ignore"):  # tiny temperatures overflow to the infinities that are meant
+            emitted, fault, in_band, band_width = _walk(
+                drafts, target, draft, rule, coins[b], exponentials[:, b], picks[:, b], segment
+            )
         answer.tokens[b, : len(emitted)] = emitted
         answer.num_accepted[b] = len(emitted) - (0 if fault else 1)
         answer.status[b] = status | fault
