@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,9 +71,39 @@ class Library:
         return like.__array_namespace__().from_dlpack(values)
 
     def check_writable(self, name: str, x: Any) -> None:
-        """ValueError if an output cannot be written."""
-        if not self.to_numpy(x).flags.writeable:
-            raise ValueError(f"{name} must be writable, got a read-only {self.name} array")
+        """ValueError if an output cannot be written, as far as the library and not NumPy knows."""
+
+    # CUDA arrays, CuPy being there.
+
+    frees_in_stream_order = False  # whether dropped memory stays untouched until the library's stream has passed
+
+    def borrow_cuda(self, x: Any) -> Array:
+        """A CUDA array described, ready on CuPy's current stream."""
+        from cupyspec import _cuda
+
+        try:
+            values = sys.modules["cupy"].from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
+            raise TypeError(f"CuPy cannot import this {self.name} array by DLPack: {error}") from error
+        return _cuda.describe(values, self.dtype(x), x)
+
+    def stream_handle(self, ordinal: int) -> int | None:
+        """The library's current stream on a device; None: CuPy's."""
+        return None
+
+    def empty_cuda(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
+        """An uninitialised array on the current device, of the library where it orders its memory by stream."""
+        return sys.modules["cupy"].empty(shape, dtype)
+
+    def pointer_cuda(self, x: Any) -> int:
+        """Address of what `empty_cuda` made."""
+        return int(x.data.ptr)
+
+    def from_cuda(self, values: Any, like: Any) -> Any:
+        """What `empty_cuda` made as an array of this library."""
+        if not hasattr(like, "__array_namespace__"):
+            return values
+        return like.__array_namespace__().from_dlpack(values)
 
 
 class _NumPy(Library):
@@ -90,19 +121,39 @@ class _NumPy(Library):
         return values
 
 
+class _CuPy(Library):
+    frees_in_stream_order = True
+
+    def device(self, x: Any) -> Device:
+        return Device("cuda", x.device.id)
+
+    def borrow_cuda(self, x: Any) -> Array:
+        from cupyspec import _cuda
+
+        return _cuda.describe(x, self.dtype(x), x)
+
+    def from_cuda(self, values: Any, like: Any) -> Any:
+        return values
+
+
 class _Torch(Library):
+    frees_in_stream_order = True
+
     def device(self, x: Any) -> Device:
         return Device(x.device.type, x.device.index or 0)
 
     def to_numpy(self, x: Any) -> HostArray:
         torch = sys.modules["torch"]
-        if x.layout != torch.strided:
-            raise TypeError(f"torch tensors must be dense (torch.strided), got layout {x.layout}")
-        x = x.detach().resolve_neg()
+        x = self._dense(x)
         if x.dtype == torch.bfloat16:
             x = x.view(torch.int16)
         values: HostArray = x.numpy()
         return values
+
+    def _dense(self, x: Any) -> Any:
+        if x.layout != sys.modules["torch"].strided:
+            raise TypeError(f"torch tensors must be dense (torch.strided), got layout {x.layout}")
+        return x.detach().resolve_neg()
 
     def dtype(self, x: Any) -> str:
         return str(x.dtype).removeprefix("torch.")
@@ -110,9 +161,22 @@ class _Torch(Library):
     def from_numpy(self, values: HostArray, like: Any) -> Any:
         return sys.modules["torch"].from_numpy(values)
 
-    def check_writable(self, name: str, x: Any) -> None:
-        if x.device.type == "meta":
-            raise ValueError(f"{name} must be writable, got a meta tensor")
+    def borrow_cuda(self, x: Any) -> Array:
+        x = self._dense(x)
+        return Array(x.data_ptr(), tuple(x.shape), x.stride(), self.dtype(x), None, x)
+
+    def stream_handle(self, ordinal: int) -> int | None:
+        return int(sys.modules["torch"].cuda.current_stream(ordinal).cuda_stream)
+
+    def empty_cuda(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=("cuda", ordinal))
+
+    def pointer_cuda(self, x: Any) -> int:
+        return int(x.data_ptr())
+
+    def from_cuda(self, values: Any, like: Any) -> Any:
+        return values
 
 
 class _Jax(Library):
@@ -141,6 +205,9 @@ class _Jax(Library):
             raise ValueError(f"JAX holds no {values.dtype} arrays unless jax_enable_x64 is set")
         return answer
 
+    def from_cuda(self, values: Any, like: Any) -> Any:
+        return sys.modules["jax"].dlpack.from_dlpack(values)
+
     def check_writable(self, name: str, x: Any) -> None:
         raise ValueError(f"{name} must be writable, got a JAX array: they are immutable")
 
@@ -154,6 +221,8 @@ def _recognise(kind: type) -> Library | None:
         return _NumPy("numpy")
     if "torch" in modules and issubclass(kind, sys.modules["torch"].Tensor):
         return _Torch("torch")
+    if "cupy" in modules and issubclass(kind, sys.modules["cupy"].ndarray):
+        return _CuPy("cupy")
     if modules & {"jax", "jaxlib"}:
         jax = sys.modules.get("jax")
         if jax is not None and issubclass(kind, (jax.Array, jax.core.Tracer)):
@@ -184,10 +253,25 @@ class Border:
         self._first_name, self._first = name, x
         self.library = library_of(name, x)
         self.device = self.library.device(x)
-        if self.device.kind == "cuda":
+        self.on_cuda = self.device.kind == "cuda"
+        if self.on_cuda:
             require_cupy()
         elif self.device.kind != "cpu":
             raise ValueError(f"{name} must be on the CPU or a CUDA device, got device {self.device}")
+
+    def __enter__(self) -> Border:
+        """Make the arrays' device, and their library's stream on it, current."""
+        self._guard: AbstractContextManager[Any] = nullcontext()
+        if self.on_cuda:
+            from cupyspec import _cuda
+
+            self._guard = _cuda.Guard(self.device.ordinal, self.library.stream_handle(self.device.ordinal))
+        self._guard.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Restore device and stream."""
+        self._guard.__exit__(*error)
 
     def borrow(self, name: str, x: Any, dtypes: Sequence[str]) -> Array:
         """An array argument, which must be of the call's library and device, described without a copy."""
@@ -206,7 +290,7 @@ class Border:
         dtype = library.dtype(x)
         if dtype not in dtypes:
             raise TypeError(f"{name} must have dtype {' or '.join(dtypes)}, got {dtype}")
-        return _describe(library.to_numpy(x), dtype, x)
+        return library.borrow_cuda(x) if self.on_cuda else _describe(library.to_numpy(x), dtype, x)
 
     def parameter(self, name: str, x: Any) -> HostArray | Array:
         """A per-row parameter: its values where the host has them, else the device array that holds them.
@@ -230,10 +314,25 @@ class Border:
 
     def place(self, values: HostArray) -> Array:
         """Host values of a parameter where the call's arrays are."""
-        return _describe(np.ascontiguousarray(values), values.dtype.name, values)
+        if not self.on_cuda:
+            return _describe(np.ascontiguousarray(values), values.dtype.name, values)
+        from cupyspec import _cuda
 
-    def hand_back(self, values: HostArray) -> Any:
+        self.refuse_in_capture("an array of host values")
+        return _cuda.describe(sys.modules["cupy"].asarray(values), values.dtype.name, None)
+
+    def refuse_in_capture(self, what: str) -> None:
+        """ValueError while a CUDA graph is recorded: every replay would repeat what the host knows now."""
+        if self.on_cuda:
+            from cupyspec import _cuda
+
+            if _cuda.is_capturing():
+                raise ValueError(f"{what} cannot be part of a CUDA graph: hand in an array on {self.device}")
+
+    def hand_back(self, values: Any) -> Any:
         """A result as an array of the caller's library on the caller's device."""
+        if self.on_cuda:
+            return self.library.from_cuda(values, self._first)
         return self.library.from_numpy(values, self._first)
 
     def borrow_output(self, name: str, x: Any, shape: tuple[int, ...], dtype: str, inputs: Sequence[Array]) -> Array:
@@ -244,7 +343,7 @@ class Border:
             raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
         if any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)):
             raise ValueError(f"{name} must not repeat memory (it has a stride of 0)")
-        if not host(array).flags.writeable:
+        if array.host is not None and not array.host.flags.writeable:
             raise ValueError(f"{name} must be writable, got a read-only array")
         if any(_overlap(array, other) for other in inputs):
             raise ValueError(f"{name} must not overlap an input or another output")
@@ -259,10 +358,23 @@ def _describe(values: HostArray, dtype: str, owner: Any) -> Array:
 
 
 def _overlap(a: Array, b: Array) -> bool:
+    if a.host is None:
+        (a_start, a_end), (b_start, b_end) = _reach(a), _reach(b)
+        return a_start < b_end and b_start < a_end
     try:
         return np.shares_memory(host(a), host(b), max_work=_OVERLAP_WORK)
     except np.exceptions.TooHardError:
         return True  # their ranges cross, and no cheap proof says that no element is shared
+
+
+def _reach(array: Array) -> tuple[int, int]:
+    """First address of an array and the one behind its last."""
+    if 0 in array.shape:
+        return array.pointer, array.pointer
+    steps = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+    itemsize = 2 if array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
+    start = array.pointer + itemsize * sum(min(step, 0) for step in steps)
+    return start, array.pointer + itemsize * (1 + sum(max(step, 0) for step in steps))
 
 
 def host(array: Array) -> HostArray:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cupyspec._segments import SEG
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from cupyspec._philox import Purpose
@@ -67,9 +66,9 @@ class ChainCall:
 
 
 class ChainResult(NamedTuple):
-    """Arrays a back end fills: host arrays, or device arrays of the library that back end allocates with."""
+    """Arrays that a back end fills: NumPy's, or the device arrays it allocates."""
 
-    tokens: npt.NDArray[np.signedinteger[Any]]  # [B, K + 1]
-    num_accepted: npt.NDArray[np.int32]  # [B]
-    status: npt.NDArray[np.int32]  # [B]
-    log_normalizer: npt.NDArray[np.float32] | None = None  # [B], sample() only
+    tokens: Any  # [B, K + 1], token_dtype
+    num_accepted: Any  # [B], int32
+    status: Any  # [B], int32
+    log_normalizer: Any = None  # [B], float32, sample() only

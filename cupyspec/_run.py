@@ -24,18 +24,23 @@ def answer(
     check: bool,
 ) -> Answer:
     """Run a call. `outputs` names the fields of the answer that are arrays, with shape and dtype; others are None."""
-    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     destinations = _destinations(kind, border, call, outputs, out)
-    result = run_on_cpu(call, rule)
-    if call.purpose is not None:  # sample(): the one column of a chain without drafts
-        result = result._replace(tokens=result.tokens.reshape(call.batch_size))
-    for name, array in destinations.items():
-        host(array)[...] = getattr(result, name)
-    if check:
-        raise_for_status(result.status)
+    if border.on_cuda:
+        from cupyspec._run_cuda import run as run_on_cuda
+
+        result = run_on_cuda(border, call, rule, destinations, check)
+    else:
+        result = run_on_cpu(call, rule)
+        for name, array in destinations.items():
+            host(array)[...] = getattr(result, name).reshape(array.shape)
+        if check:
+            raise_for_status(result.status)
     if out is not None:
         return out  # type: ignore[no-any-return]
-    values = [border.hand_back(getattr(result, name)) if name in outputs else None for name in fields]
+    values = [
+        border.hand_back(getattr(result, name).reshape(outputs[name][0])) if name in outputs else None
+        for name in kind._fields  # type: ignore[attr-defined]
+    ]
     return kind._make(values)  # type: ignore[attr-defined, no-any-return]
 
 

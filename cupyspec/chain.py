@@ -44,7 +44,7 @@ def verify(
     seed: Any,
     step: Any = 0,
     rule: Token | Sigmoid = Token(),
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: Sampling = Sampling(),
     draft_sampling: Sampling | None = None,
     num_draft_tokens: Any = None,
     cu_num_draft_tokens: Any = None,
@@ -165,71 +165,75 @@ def verify(
         draft_vocab=draft_vocab,
         diagnostics=None if isinstance(diagnostics, (tuple, list)) and not diagnostics else diagnostics,
     )
-    border = Border("target_logits", target_logits)
-    target = border.borrow("target_logits", target_logits, SCORE_DTYPES)
-    tokens = border.borrow("draft_tokens", draft_tokens, TOKEN_DTYPES)
-    draft = None if draft_logits is None else border.borrow("draft_logits", draft_logits, SCORE_DTYPES)
-    if num_draft_tokens is not None and cu_num_draft_tokens is not None:
-        raise ValueError("num_draft_tokens and cu_num_draft_tokens must not both be given")
-    if cu_num_draft_tokens is None:
-        batch, width = _padded_layout(tokens, target, draft, max_draft_tokens)
-    else:
-        batch, width = _flattened_layout(tokens, target, draft, max_draft_tokens)
-    vocab = vocabulary(vocab_size, "target_logits", target, draft)
+    with Border("target_logits", target_logits) as border:
+        target = border.borrow("target_logits", target_logits, SCORE_DTYPES)
+        tokens = border.borrow("draft_tokens", draft_tokens, TOKEN_DTYPES)
+        draft = None if draft_logits is None else border.borrow("draft_logits", draft_logits, SCORE_DTYPES)
+        if num_draft_tokens is not None and cu_num_draft_tokens is not None:
+            raise ValueError("num_draft_tokens and cu_num_draft_tokens must not both be given")
+        if cu_num_draft_tokens is None:
+            batch, width = _padded_layout(tokens, target, draft, max_draft_tokens)
+        else:
+            batch, width = _flattened_layout(tokens, target, draft, max_draft_tokens)
+        vocab = vocabulary(vocab_size, "target_logits", target, draft)
 
-    target_probs = are_probs("scores", scores)
-    draft_probs = target_probs if draft_scores is None else are_probs("draft_scores", draft_scores)
-    if isinstance(rule, Sigmoid) and (target_probs or (draft is not None and draft_probs)):
-        raise ValueError('scores and draft_scores must be "logits" with rule Sigmoid, got "probs"')
-    active_array = _params.active_rows(border, active, batch)
-    looked_at = _params.host_bools(active_array)
+        target_probs = are_probs("scores", scores)
+        draft_probs = target_probs if draft_scores is None else are_probs("draft_scores", draft_scores)
+        if isinstance(rule, Sigmoid) and (target_probs or (draft is not None and draft_probs)):
+            raise ValueError('scores and draft_scores must be "logits" with rule Sigmoid, got "probs"')
+        active_array = _params.active_rows(border, active, batch)
+        looked_at = _params.host_bools(active_array)
 
-    def side(array: Array, probs: bool, name: str, given: Sampling, normalizer_name: str, normalizer: Any) -> Scores:
-        temperature = check_sampling(name, given, probs).temperature
-        return Scores(
-            array,
-            probs,
-            _params.temperatures(border, f"{name}.temperature", temperature, batch, looked_at),
-            _normalizer(border, normalizer_name, normalizer, array, probs, rule),
+        def side(
+            array: Array, probs: bool, name: str, given: Sampling, normalizer_name: str, normalizer: Any
+        ) -> Scores:
+            temperature = check_sampling(name, given, probs).temperature
+            return Scores(
+                array,
+                probs,
+                _params.temperatures(border, f"{name}.temperature", temperature, batch, looked_at),
+                _normalizer(border, normalizer_name, normalizer, array, probs, rule),
+            )
+
+        target_side = side(target, target_probs, "sampling", sampling, "target_log_normalizer", target_log_normalizer)
+        draft_side = None
+        if draft_sampling is None:
+            # Probabilities are what they are: a temperature given for the target's logits says nothing of them.
+            draft_sampling = Sampling() if draft_probs and not target_probs else sampling
+            draft_name = "sampling"
+        else:
+            draft_name = "draft_sampling"
+            check_sampling(draft_name, draft_sampling, draft_probs)
+        if draft is not None:
+            draft_side = side(
+                draft, draft_probs, draft_name, draft_sampling, "draft_log_normalizer", draft_log_normalizer
+            )
+        elif draft_log_normalizer is not None:
+            raise ValueError("draft_log_normalizer must be None without draft_logits")
+
+        call = ChainCall(
+            batch_size=batch,
+            num_drafts=width,
+            vocab_size=vocab,
+            draft_tokens=tokens,
+            target=target_side,
+            draft=draft_side,
+            num_draft_tokens=_params.lengths(border, "num_draft_tokens", num_draft_tokens, batch),
+            cu_num_draft_tokens=_params.lengths(border, "cu_num_draft_tokens", cu_num_draft_tokens, batch + 1),
+            active=active_array,
+            seed=_params.seeds(border, seed, batch),
+            step=_params.steps(border, step, batch, looked_at),
+            position=0,
+            draw=0,
+            purpose=None,
+            token_dtype=tokens.dtype,
         )
-
-    target_side = side(target, target_probs, "sampling", sampling, "target_log_normalizer", target_log_normalizer)
-    draft_side = None
-    if draft_sampling is None:
-        # Probabilities are what they are: a temperature given for the target's logits says nothing of them.
-        draft_sampling = Sampling() if draft_probs and not target_probs else sampling
-        draft_name = "sampling"
-    else:
-        draft_name = "draft_sampling"
-        check_sampling(draft_name, draft_sampling, draft_probs)
-    if draft is not None:
-        draft_side = side(draft, draft_probs, draft_name, draft_sampling, "draft_log_normalizer", draft_log_normalizer)
-    elif draft_log_normalizer is not None:
-        raise ValueError("draft_log_normalizer must be None without draft_logits")
-
-    call = ChainCall(
-        batch_size=batch,
-        num_drafts=width,
-        vocab_size=vocab,
-        draft_tokens=tokens,
-        target=target_side,
-        draft=draft_side,
-        num_draft_tokens=_params.lengths(border, "num_draft_tokens", num_draft_tokens, batch),
-        cu_num_draft_tokens=_params.lengths(border, "cu_num_draft_tokens", cu_num_draft_tokens, batch + 1),
-        active=active_array,
-        seed=_params.seeds(border, seed, batch),
-        step=_params.steps(border, step, batch, looked_at),
-        position=0,
-        draw=0,
-        purpose=None,
-        token_dtype=tokens.dtype,
-    )
-    outputs: dict[str, tuple[tuple[int, ...], str]] = {
-        "tokens": ((batch, width + 1), tokens.dtype),
-        "num_accepted": ((batch,), "int32"),
-        "status": ((batch,), "int32"),
-    }
-    return answer(Verification, border, call, rule, outputs, out, check)
+        outputs: dict[str, tuple[tuple[int, ...], str]] = {
+            "tokens": ((batch, width + 1), tokens.dtype),
+            "num_accepted": ((batch,), "int32"),
+            "status": ((batch,), "int32"),
+        }
+        return answer(Verification, border, call, rule, outputs, out, check)
 
 
 def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None) -> tuple[int, int]:

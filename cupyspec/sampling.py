@@ -43,7 +43,7 @@ def sample(
     position: Any = 0,
     draw: Any = 0,
     purpose: str = "draft",
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: Sampling = Sampling(),
     active: Any = None,
     vocab_size: int | None = None,
     scores: str = "logits",
@@ -122,49 +122,52 @@ def sample(
         raise ValueError(f'purpose must be "draft" or "target", got {purpose!r}')
     if token_dtype not in TOKEN_DTYPES:
         raise ValueError(f'token_dtype must be "int32" or "int64", got {token_dtype!r}')
-    border = Border("logits", logits)
-    array = border.borrow("logits", logits, SCORE_DTYPES)
-    if len(array.shape) != 2:
-        raise ValueError(f"logits must be [B, V], got shape {array.shape}")
-    probs = are_probs("scores", scores)
-    if probs and return_log_normalizer:
-        raise ValueError('return_log_normalizer must be False with scores="probs": they have no normaliser')
-    batch = array.shape[0]
-    active_array = _params.active_rows(border, active, batch)
-    looked_at = _params.host_bools(active_array)
-    temperature = check_sampling("sampling", sampling, probs).temperature
-    # A chain without drafts, whose bonus row is this one.
-    row = Array(
-        array.pointer,
-        (batch, 1, array.shape[1]),
-        (array.strides[0], 0, array.strides[1]),
-        array.dtype,
-        None if array.host is None else array.host[:, None, :],
-        array.owner,
-    )
-    call = ChainCall(
-        batch_size=batch,
-        num_drafts=0,
-        vocab_size=vocabulary(vocab_size, "logits", array),
-        draft_tokens=None,
-        target=Scores(
-            row,
-            probs,
-            _params.temperatures(border, "sampling.temperature", temperature, batch, looked_at),
-            None,
-        ),
-        draft=None,
-        num_draft_tokens=None,
-        cu_num_draft_tokens=None,
-        active=active_array,
-        seed=_params.seeds(border, seed, batch),
-        step=_params.steps(border, step, batch, looked_at),
-        position=_params.positions(border, "position", position, batch, looked_at),
-        draw=_params.positions(border, "draw", draw, batch, looked_at),
-        purpose=_PURPOSES[purpose],
-        token_dtype=token_dtype,
-    )
-    outputs: dict[str, tuple[tuple[int, ...], str]] = {"tokens": ((batch,), token_dtype), "status": ((batch,), "int32")}
-    if return_log_normalizer:
-        outputs["log_normalizer"] = ((batch,), "float32")
-    return answer(Sample, border, call, Token(), outputs, out, check)
+    with Border("logits", logits) as border:
+        array = border.borrow("logits", logits, SCORE_DTYPES)
+        if len(array.shape) != 2:
+            raise ValueError(f"logits must be [B, V], got shape {array.shape}")
+        probs = are_probs("scores", scores)
+        if probs and return_log_normalizer:
+            raise ValueError('return_log_normalizer must be False with scores="probs": they have no normaliser')
+        batch = array.shape[0]
+        active_array = _params.active_rows(border, active, batch)
+        looked_at = _params.host_bools(active_array)
+        temperature = check_sampling("sampling", sampling, probs).temperature
+        # A chain without drafts, whose bonus row is this one.
+        row = Array(
+            array.pointer,
+            (batch, 1, array.shape[1]),
+            (array.strides[0], 0, array.strides[1]),
+            array.dtype,
+            None if array.host is None else array.host[:, None, :],
+            array.owner,
+        )
+        call = ChainCall(
+            batch_size=batch,
+            num_drafts=0,
+            vocab_size=vocabulary(vocab_size, "logits", array),
+            draft_tokens=None,
+            target=Scores(
+                row,
+                probs,
+                _params.temperatures(border, "sampling.temperature", temperature, batch, looked_at),
+                None,
+            ),
+            draft=None,
+            num_draft_tokens=None,
+            cu_num_draft_tokens=None,
+            active=active_array,
+            seed=_params.seeds(border, seed, batch),
+            step=_params.steps(border, step, batch, looked_at),
+            position=_params.positions(border, "position", position, batch, looked_at),
+            draw=_params.positions(border, "draw", draw, batch, looked_at),
+            purpose=_PURPOSES[purpose],
+            token_dtype=token_dtype,
+        )
+        outputs: dict[str, tuple[tuple[int, ...], str]] = {
+            "tokens": ((batch,), token_dtype),
+            "status": ((batch,), "int32"),
+        }
+        if return_log_normalizer:
+            outputs["log_normalizer"] = ((batch,), "float32")
+        return answer(Sample, border, call, Token(), outputs, out, check)

@@ -1,0 +1,88 @@
+"""A checked call on CUDA arrays: memory of the caller's library, kernels through `cupyspec._compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cupyspec import _cuda
+from cupyspec._arrays import Border
+from cupyspec._call import Array, ChainCall, ChainResult
+from cupyspec._compile import Specialisation, launch, multiprocessors
+from cupyspec._status import raise_for_status
+from cupyspec.rules import Sigmoid, Token
+from cupyspec.rules._launch import run_chain
+
+
+class _Backend:
+    """What `run_chain` needs, on the border's device and stream."""
+
+    def __init__(self, border: Border) -> None:
+        self._border = border
+        self.multiprocessors = multiprocessors(border.device.ordinal)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._border.library.empty_cuda(shape, dtype, self._border.device.ordinal)
+
+    def pointer(self, array: Any) -> int:
+        return array.pointer if isinstance(array, Array) else self._border.library.pointer_cuda(array)
+
+    def launch(
+        self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
+    ) -> None:
+        launch(specialisation=specialisation, name=name, grid=grid, block=block, params=params)
+
+
+def run(
+    border: Border, call: ChainCall, rule: Token | Sigmoid, destinations: Mapping[str, Array], check: bool
+) -> ChainResult:
+    """Enqueue a call; nothing is waited for unless `check`. Results are in the library that `empty_cuda` uses."""
+    if isinstance(call.seed, int) or isinstance(call.step, int):
+        border.refuse_in_capture("a host seed or step")
+    if check:
+        border.refuse_in_capture("check=True")
+    call = replace(
+        call,
+        target=replace(call.target, array=_cuda.with_unit_stride(call.target.array)),
+        draft=None if call.draft is None else replace(call.draft, array=_cuda.with_unit_stride(call.draft.array)),
+    )
+    backend = _Backend(border)
+    batch = call.batch_size
+    fields: dict[str, tuple[tuple[int, ...], str]] = {
+        "tokens": ((batch, call.num_drafts + 1), call.token_dtype),
+        "num_accepted": ((batch,), "int32"),
+        "status": ((batch,), "int32"),
+    }
+    if call.purpose is not None:
+        fields["log_normalizer"] = ((batch,), "float32")
+    direct = {name: array for name, array in destinations.items() if _is_contiguous(array)}
+    result = ChainResult(**{name: direct.get(name) or backend.empty(*spec) for name, spec in fields.items()})
+    run_chain(call, rule, backend, out=result)
+    for name, array in destinations.items():
+        if name not in direct:
+            filled = _result_array(backend, getattr(result, name), fields[name][1], array.shape)
+            _cuda.wrap(array)[...] = filled
+    if not border.library.frees_in_stream_order:
+        _cuda.keep_until_done((call, result))
+    if check:
+        status = _result_array(backend, result.status, "int32", (batch,))
+        raise_for_status(cupy.asnumpy(status))
+    return result
+
+
+def _result_array(backend: _Backend, array: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+    return _cuda.wrap(Array(backend.pointer(array), shape, strides, dtype, None, array))
+
+
+def _is_contiguous(array: Array) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
