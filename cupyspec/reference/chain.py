@@ -51,10 +51,14 @@ class _Side(NamedTuple):
         """What is wrong with row i where all of it is read, or else only the score of x."""
         whole = whole or self.greedy
         row = self.rows[i] if whole else self.rows[i, x : x + 1]
-        bad_normalizer = self.log_normalizer is not None and not self.greedy and not np.isfinite(self.log_normalizer[i])
-        if bad_normalizer or not_finite(row, self.probs):
-            return Status.TARGET_NOT_FINITE
-        return Status.TARGET_EMPTY if whole and is_empty(row, self.probs) else Status(0)
+        fault = Status(0)
+        if self.log_normalizer is not None and not self.greedy and not np.isfinite(self.log_normalizer[i]):
+            fault |= Status.TARGET_NOT_FINITE
+        if not_finite(row, self.probs):
+            fault |= Status.TARGET_NOT_FINITE
+        elif whole and is_empty(row, self.probs):
+            fault |= Status.TARGET_EMPTY
+        return fault
 
     def distribution(self, i: int) -> Float64:
         """p or q of row i."""

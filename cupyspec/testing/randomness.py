@@ -16,7 +16,16 @@ from cupyspec._segments import SEG
 _BATCH = 1 << 18
 
 # One coin in 2^32 is 0: too many to search at every use. By position, the first such seeds at step 0.
-_SEEDS_OF_COIN_ZERO = {0: 3499139407, 1: 2656928601, 2: 12204763051, 3: 7689368416}
+_SEEDS_OF_COIN_ZERO = {
+    0: 3499139407,
+    1: 2656928601,
+    2: 12204763051,
+    3: 7689368416,
+    4: 3698898116,
+    5: 15578707090,
+    6: 253663861,
+    7: 5432786442,
+}
 
 
 def draws(
