@@ -36,7 +36,7 @@ class Device(NamedTuple):
     ordinal: int
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.ordinal}"
+        return self.kind if self == ("cpu", 0) else f"{self.kind}:{self.ordinal}"
 
 
 class Library:
@@ -54,21 +54,34 @@ class Library:
 
     def to_numpy(self, x: Any) -> HostArray:
         """A CPU array's memory for NumPy; bfloat16 may come as ml_dtypes' or as uint16 bits (see `dtype`)."""
+        values: HostArray = self._from_dlpack(np, x)
+        return values
+
+    def _from_dlpack(self, importer: Any, x: Any) -> Any:
+        """An array imported by NumPy or CuPy."""
         try:
-            return np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
-            raise TypeError(f"NumPy cannot import this {self.name} array by DLPack: {error}") from error
+            return importer.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
+            kind = f"{type(x).__module__}.{type(x).__qualname__}"
+            raise TypeError(f"{importer.__name__} cannot import a {kind} by DLPack: {error}") from error
 
     def dtype(self, x: Any) -> str:
         """Name of an array's dtype, NumPy's where it has one."""
-        name = getattr(x.dtype, "name", None)
-        return str(name if name is not None else x.dtype).rpartition(".")[2]
+        dtype = getattr(x, "dtype", None)
+        if dtype is None:  # said in the capsule alone
+            dtype = self._from_dlpack(sys.modules["cupy"] if self.device(x).kind == "cuda" else np, x).dtype
+        return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
 
     def from_numpy(self, values: HostArray, like: Any) -> Any:
         """`values` as an array of this library on the (CPU) device of `like`."""
         if not hasattr(like, "__array_namespace__"):
             return values
-        return like.__array_namespace__().from_dlpack(values)
+        answer = like.__array_namespace__().from_dlpack(values)
+        device = getattr(like, "device", None)
+        return answer if device is None or answer.device == device else answer.to_device(device)
+
+    def check_answer_dtype(self, name: str, dtype: str) -> None:
+        """ValueError if the library has no arrays of a dtype that an answer must have."""
 
     def check_writable(self, name: str, x: Any) -> None:
         """ValueError if an output cannot be written, as far as the library and not NumPy knows."""
@@ -81,11 +94,7 @@ class Library:
         """A CUDA array described, ready on CuPy's current stream."""
         from cupyspec import _cuda
 
-        try:
-            values = sys.modules["cupy"].from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
-            raise TypeError(f"CuPy cannot import this {self.name} array by DLPack: {error}") from error
-        return _cuda.describe(values, self.dtype(x), x)
+        return _cuda.describe(self._from_dlpack(sys.modules["cupy"], x), self.dtype(x), x)
 
     def stream_handle(self, ordinal: int) -> int | None:
         """The library's current stream on a device; None: CuPy's."""
@@ -161,6 +170,10 @@ class _Torch(Library):
     def from_numpy(self, values: HostArray, like: Any) -> Any:
         return sys.modules["torch"].from_numpy(values)
 
+    def check_writable(self, name: str, x: Any) -> None:
+        if x.is_neg():
+            raise ValueError(f"{name} must be writable, got a torch tensor that stands for the negative of its memory")
+
     def borrow_cuda(self, x: Any) -> Array:
         x = self._dense(x)
         return Array(x.data_ptr(), tuple(x.shape), x.stride(), self.dtype(x), None, x)
@@ -200,10 +213,11 @@ class _Jax(Library):
         jax = sys.modules["jax"]
         (device,) = like.devices()
         with jax.default_device(device):
-            answer = jax.device_put(values, device)
-        if answer.dtype != values.dtype:
-            raise ValueError(f"JAX holds no {values.dtype} arrays unless jax_enable_x64 is set")
-        return answer
+            return jax.device_put(values, device)
+
+    def check_answer_dtype(self, name: str, dtype: str) -> None:
+        if sys.modules["jax"].dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"{name} must be int32 with JAX arrays unless jax_enable_x64 is set, got {dtype}")
 
     def from_cuda(self, values: Any, like: Any) -> Any:
         return sys.modules["jax"].dlpack.from_dlpack(values)
@@ -232,7 +246,7 @@ def _recognise(kind: type) -> Library | None:
     return None
 
 
-def library_of(name: str, x: Any) -> Library:
+def library_of(name: str, x: Any, wanted: str = "an array") -> Library:
     """The library of an array argument; TypeError if it is not an array."""
     kind = type(x)
     if kind not in _library_of_type:
@@ -240,10 +254,22 @@ def library_of(name: str, x: Any) -> Library:
     library = _library_of_type[kind]
     if library is None:
         raise TypeError(
-            f"{name} must be an array of NumPy, PyTorch, JAX, CuPy or any library with __dlpack__, "
-            f"got {type(x).__module__}.{type(x).__qualname__}"
+            f"{name} must be {wanted} of NumPy, PyTorch, JAX, CuPy or any library with __dlpack__, "
+            f"got {'None' if x is None else f'{type(x).__module__}.{type(x).__qualname__}'}"
         )
     return library
+
+
+def _device(name: str, library: Library, x: Any) -> Device:
+    try:
+        return library.device(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _named(name, error) from error
+
+
+def _named(name: str, error: Exception) -> Exception:
+    """What a library says of an argument that cannot be read, with the argument's name."""
+    return (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}")
 
 
 class Border:
@@ -252,7 +278,8 @@ class Border:
     def __init__(self, name: str, x: Any) -> None:
         self._first_name, self._first = name, x
         self.library = library_of(name, x)
-        self.device = self.library.device(x)
+        self.device = _device(name, self.library, x)
+        self._lent: list[Array] = []  # all that was borrowed, which no output may overlap
         self.on_cuda = self.device.kind == "cuda"
         if self.on_cuda:
             require_cupy()
@@ -281,34 +308,42 @@ class Border:
                 f"{name} is a {library.name} array but {self._first_name} is a {self.library.name} array: "
                 "all arrays of a call must be of one library"
             )
-        device = library.device(x)
+        device = _device(name, library, x)
         if device != self.device:
             raise ValueError(
                 f"{name} is on {device} but {self._first_name} is on {self.device}: "
                 "all arrays of a call must be on one device"
             )
-        dtype = library.dtype(x)
-        if dtype not in dtypes:
-            raise TypeError(f"{name} must have dtype {' or '.join(dtypes)}, got {dtype}")
-        return library.borrow_cuda(x) if self.on_cuda else _describe(library.to_numpy(x), dtype, x)
+        return self._read(name, library, x, device, dtypes)
+
+    def _read(self, name: str, library: Library, x: Any, device: Device, dtypes: Sequence[str] | None = None) -> Array:
+        try:
+            dtype = library.dtype(x)
+            if dtypes is None or dtype in dtypes:
+                array = library.borrow_cuda(x) if device.kind == "cuda" else _describe(library.to_numpy(x), dtype, x)
+                self._lent.append(array)
+                return array
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _named(name, error) from error
+        raise TypeError(f"{name} must have dtype {' or '.join(dtypes)}, got {dtype}")
 
     def parameter(self, name: str, x: Any) -> HostArray | Array:
         """A per-row parameter: its values where the host has them, else the device array that holds them.
 
         Host values may be Python numbers and sequences, NumPy arrays, or CPU arrays of any library.
         """
-        if x is None:
-            raise TypeError(f"{name} must be a number or an array with one value per row, got None")
         if isinstance(x, (list, tuple)):
             # As objects: integers of every size stay what they are until the parameter's own check.
             values = np.array(x, dtype=object)
             return np.array(x) if all(isinstance(v, (float, np.floating)) for v in values.flat) else values
-        if isinstance(x, (bool, int, float, np.generic)):
+        if isinstance(x, (bool, int, float)):
             return np.asarray(x)
-        library = library_of(name, x)
-        device = library.device(x)
+        if isinstance(x, np.generic):
+            x = np.asarray(x)
+        library = library_of(name, x, "a number or an array")
+        device = _device(name, library, x)
         if device.kind == "cpu":
-            array = _describe(library.to_numpy(x), library.dtype(x), x)
+            array = self._read(name, library, x, device)
             return as_float32(array) if array.dtype == "bfloat16" else host(array)
         return self.borrow(name, x, (*REAL_DTYPES, "bool"))
 
@@ -335,17 +370,18 @@ class Border:
             return self.library.from_cuda(values, self._first)
         return self.library.from_numpy(values, self._first)
 
-    def borrow_output(self, name: str, x: Any, shape: tuple[int, ...], dtype: str, inputs: Sequence[Array]) -> Array:
-        """An array of `out=`: right shape and dtype, writable in place, and apart from every input."""
+    def borrow_output(self, name: str, x: Any, shape: tuple[int, ...], dtype: str) -> Array:
+        """An array of `out=`: right shape and dtype, writable in place, apart from all that was borrowed before."""
+        others = list(self._lent)
         array = self.borrow(name, x, (dtype,))
         library_of(name, x).check_writable(name, x)
         if array.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
-        if any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)):
-            raise ValueError(f"{name} must not repeat memory (it has a stride of 0)")
+        if _repeats(array):
+            raise ValueError(f"{name} must not repeat memory, got shape {array.shape} with strides {array.strides}")
         if array.host is not None and not array.host.flags.writeable:
             raise ValueError(f"{name} must be writable, got a read-only array")
-        if any(_overlap(array, other) for other in inputs):
+        if any(_overlap(array, other) for other in others):
             raise ValueError(f"{name} must not overlap an input or another output")
         return array
 
@@ -355,6 +391,16 @@ def _describe(values: HostArray, dtype: str, owner: Any) -> Array:
         values = values.view(np.uint16)
     strides = tuple(stride // values.itemsize for stride in values.strides)
     return Array(values.ctypes.data, values.shape, strides, dtype, values, owner)
+
+
+def _repeats(array: Array) -> bool:
+    """Whether two elements may share memory: strides that do not step over what smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _overlap(a: Array, b: Array) -> bool:

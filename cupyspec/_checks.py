@@ -5,6 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import numpy as np
+
 from cupyspec._call import Array
 from cupyspec._sampling import Sampling, require_no_filters
 
@@ -13,7 +15,20 @@ def reject_unsupported(**arguments: Any) -> None:
     """ValueError for the first argument that is not None: what is not applied is never ignored."""
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name} is not supported by this version, got {value!r}")
+            off = "()" if name == "diagnostics" else "None"
+            raise ValueError(f"{name} must be {off}: it is not supported by this version, got {_brief(value)}")
+
+
+def check_flags(**arguments: Any) -> None:
+    """TypeError for the first argument that is not a bool: anything else would be true by accident."""
+    for name, value in arguments.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False, got {_brief(value)}")
+
+
+def _brief(value: Any) -> str:
+    """A value for a message; an array by its type, since its values may be many, or on a device."""
+    return f"an array ({type(value).__qualname__})" if hasattr(value, "__dlpack__") else repr(value)
 
 
 def are_probs(name: str, value: str) -> bool:

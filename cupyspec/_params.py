@@ -33,7 +33,8 @@ def seeds(border: Border, value: Any, batch_size: int) -> int | Array:
     if values.shape == (batch_size, 2) and values.dtype == np.uint32:
         return border.place((values[:, 0].astype(np.uint64) << np.uint64(32)) | values[:, 1])
     if values.shape != (batch_size,):
-        raise ValueError(f"seed must be {shapes}, got shape {values.shape} of {values.dtype}")
+        kind = "Python integers" if values.dtype == object else values.dtype.name
+        raise ValueError(f"seed must be {shapes}, got shape {values.shape} of {kind}")
     if values.dtype == object:
         return border.place(np.array([_seed_bits(v) for v in values], np.uint64))
     return border.place(values.astype(np.int64 if values.dtype.kind == "i" else np.uint64).view(np.uint64))
@@ -120,13 +121,14 @@ def active_rows(border: Border, value: Any, batch_size: int) -> Array | None:
     if value is None:
         return None
     values = border.parameter("active", value)
-    if isinstance(values, np.ndarray):
-        if values.dtype == object and all(isinstance(v, (bool, np.bool_)) for v in values.flat):
-            values = values.astype(np.bool_)
-        values = border.place(values)
-    _check_dtype("active", values.dtype, ACTIVE_DTYPES)
-    _check_per_row("active", values.shape, batch_size)
-    return values
+    if isinstance(values, np.ndarray) and values.dtype == object:
+        for v in values.flat:
+            if not isinstance(v, (bool, np.bool_)):
+                raise TypeError(f"active must be bools, or an array of bool or uint8, got {v!r}")
+        values = values.astype(np.bool_)
+    _check_per_row("active", values.shape, batch_size, "have")
+    _check_dtype("active", str(values.dtype), ACTIVE_DTYPES)
+    return values if isinstance(values, Array) else border.place(values)
 
 
 def host_bools(array: Array | None) -> npt.NDArray[np.bool_] | None:
@@ -134,9 +136,9 @@ def host_bools(array: Array | None) -> npt.NDArray[np.bool_] | None:
     return None if array is None or array.host is None else host(array).astype(np.bool_)
 
 
-def _check_per_row(name: str, shape: tuple[int, ...], batch_size: int) -> None:
+def _check_per_row(name: str, shape: tuple[int, ...], batch_size: int, form: str = "be a scalar or have") -> None:
     if shape != (batch_size,):
-        raise ValueError(f"{name} must be a scalar or have shape ({batch_size},), got {shape}")
+        raise ValueError(f"{name} must {form} shape ({batch_size},), got {shape}")
 
 
 def _check_dtype(name: str, dtype: str, allowed: tuple[str, ...]) -> None:

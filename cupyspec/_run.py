@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from cupyspec._arrays import Border, host
-from cupyspec._call import Array, ChainCall, Scores
+from cupyspec._call import Array, ChainCall
 from cupyspec._status import raise_for_status
 from cupyspec.cpu.chain import run as run_on_cpu
 from cupyspec.rules import Sigmoid, Token
@@ -24,7 +24,7 @@ def answer(
     check: bool,
 ) -> Answer:
     """Run a call. `outputs` names the fields of the answer that are arrays, with shape and dtype; others are None."""
-    destinations = _destinations(kind, border, call, outputs, out)
+    destinations = _destinations(kind, border, outputs, out)
     if border.on_cuda:
         from cupyspec._run_cuda import run as run_on_cuda
 
@@ -47,7 +47,6 @@ def answer(
 def _destinations(
     kind: type[Answer],
     border: Border,
-    call: ChainCall,
     outputs: Mapping[str, tuple[tuple[int, ...], str]],
     out: Any,
 ) -> dict[str, Array]:
@@ -60,18 +59,7 @@ def _destinations(
     for name in kind._fields:  # type: ignore[attr-defined]
         given = getattr(out, name)
         if name in outputs:
-            apart_from = [*_inputs(call), *destinations.values()]
-            destinations[name] = border.borrow_output(f"out.{name}", given, *outputs[name], apart_from)
+            destinations[name] = border.borrow_output(f"out.{name}", given, *outputs[name])
         elif given is not None:
             raise ValueError(f"out.{name} must be None in this call, got {type(given).__name__}")
     return destinations
-
-
-def _inputs(call: ChainCall) -> list[Array]:
-    """Every array that a call reads."""
-    sides: list[Scores] = [call.target] if call.draft is None else [call.target, call.draft]
-    parts = [getattr(call, name) for name in ("draft_tokens", "num_draft_tokens", "cu_num_draft_tokens", "active")]
-    parts += [call.seed, call.step, call.position, call.draw]
-    for side in sides:
-        parts += [side.array, side.temperature, side.log_normalizer]
-    return [part for part in parts if isinstance(part, Array)]

@@ -51,7 +51,8 @@ class Sampling:
         _register_pytree()
         if isinstance(self.temperature, bool) or self.temperature is None or isinstance(self.temperature, str):
             raise TypeError(f"temperature must be a real number or an array [B], got {self.temperature!r}")
-        if isinstance(self.temperature, numbers.Real) and not 0 <= float(self.temperature) < float("inf"):
+        scalar = isinstance(self.temperature, numbers.Real)
+        if scalar and not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
 
     def is_default(self) -> bool:

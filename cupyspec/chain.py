@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cupyspec import _params
 from cupyspec._arrays import SCORE_DTYPES, TOKEN_DTYPES, Border
 from cupyspec._call import Array, ChainCall, Scores
-from cupyspec._checks import are_probs, check_sampling, host_integer, reject_unsupported, vocabulary
+from cupyspec._checks import are_probs, check_flags, check_sampling, host_integer, reject_unsupported, vocabulary
 from cupyspec._philox import POSITION_LIMIT
 from cupyspec._run import answer
 from cupyspec._sampling import Sampling
@@ -165,9 +165,11 @@ def verify(
         draft_vocab=draft_vocab,
         diagnostics=None if isinstance(diagnostics, (tuple, list)) and not diagnostics else diagnostics,
     )
+    check_flags(check=check)
     with Border("target_logits", target_logits) as border:
         target = border.borrow("target_logits", target_logits, SCORE_DTYPES)
         tokens = border.borrow("draft_tokens", draft_tokens, TOKEN_DTYPES)
+        border.library.check_answer_dtype("draft_tokens", tokens.dtype)
         draft = None if draft_logits is None else border.borrow("draft_logits", draft_logits, SCORE_DTYPES)
         if num_draft_tokens is not None and cu_num_draft_tokens is not None:
             raise ValueError("num_draft_tokens and cu_num_draft_tokens must not both be given")
@@ -264,7 +266,7 @@ def _flattened_layout(
             f"target_logits must have T + B rows, at least the {total} of draft_tokens, got {target.shape[0]}"
         )
     if draft is not None:
-        _check_rows("draft_logits", draft, (total,), "[T, V] with cu_num_draft_tokens")
+        _check_rows("draft_logits", draft, (total,), "[T, V] (cu_num_draft_tokens is given)")
     return batch, width
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cupyspec import _params
 from cupyspec._arrays import SCORE_DTYPES, TOKEN_DTYPES, Border
 from cupyspec._call import Array, ChainCall, Scores
-from cupyspec._checks import are_probs, check_sampling, reject_unsupported, vocabulary
+from cupyspec._checks import are_probs, check_flags, check_sampling, reject_unsupported, vocabulary
 from cupyspec._philox import Purpose
 from cupyspec._run import answer
 from cupyspec._sampling import Sampling
@@ -118,12 +118,14 @@ def sample(
     array([1], dtype=int32)
     """
     reject_unsupported(logit_bias=logit_bias, token_bitmask=token_bitmask)
-    if purpose not in _PURPOSES:
+    check_flags(return_log_normalizer=return_log_normalizer, check=check)
+    if not isinstance(purpose, str) or purpose not in _PURPOSES:
         raise ValueError(f'purpose must be "draft" or "target", got {purpose!r}')
     if token_dtype not in TOKEN_DTYPES:
         raise ValueError(f'token_dtype must be "int32" or "int64", got {token_dtype!r}')
     with Border("logits", logits) as border:
         array = border.borrow("logits", logits, SCORE_DTYPES)
+        border.library.check_answer_dtype("token_dtype", token_dtype)
         if len(array.shape) != 2:
             raise ValueError(f"logits must be [B, V], got shape {array.shape}")
         probs = are_probs("scores", scores)
