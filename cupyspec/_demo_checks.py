@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import chdtrc  # scipy.stats would take half a second to import
+from scipy.special import bdtrc, chdtrc  # scipy.stats would take half a second to import
 
 Floats = npt.NDArray[np.float64]
 
+SURE_FAULT = 1e-6  # a p-value that right tokens give at one seed in a million
 MIN_EXPECTED = 5.0  # a cell that expects fewer draws is pooled: chi-square's law does not hold for it
 
 
@@ -33,7 +34,7 @@ class LawCheck:
     """Draws against the law that they should follow."""
 
     draws: int
-    impossible: int  # draws of pieces that have probability 0
+    strays: int  # draws of tokens that should not, or all but certainly would not, come
     cells: int
     chi_square: float
     p_value: float
@@ -42,33 +43,35 @@ class LawCheck:
 
 
 def check_law(tokens: npt.NDArray[np.integer[Any]], law: Floats) -> LawCheck:
-    """Pearson's chi-square of tokens [N] against a law [V], small cells pooled."""
+    """Pearson's chi-square of tokens [N] against a law [V], tokens of small expectation pooled."""
     draws = len(tokens)
     counts = np.bincount(tokens, minlength=len(law))
-    expected = law * draws
-    small = expected < MIN_EXPECTED
-    observed_cells = np.append(counts[~small], counts[small & (law > 0)].sum())
-    expected_cells = np.append(expected[~small], expected[small].sum())
-    if len(expected_cells) > 1 and expected_cells[-1] < MIN_EXPECTED:  # even the pool is small: give it a companion
-        smallest = expected_cells[:-1].argmin()
-        observed_cells[smallest] += observed_cells[-1]
-        expected_cells[smallest] += expected_cells[-1]
-        observed_cells, expected_cells = observed_cells[:-1], expected_cells[:-1]
-    impossible = int(counts[law == 0].sum())
-    chi_square = float(((observed_cells - expected_cells) ** 2 / expected_cells).sum())
-    cells = len(expected_cells)
-    p_value = float(chdtrc(cells - 1, chi_square)) if cells > 1 else 1.0
-    share = expected_cells / draws
-    return LawCheck(
-        draws=draws,
-        impossible=impossible,
-        cells=cells,
-        chi_square=chi_square,
-        p_value=0.0 if impossible else p_value,
-        distance=float(np.abs(observed_cells / draws - share).sum() + impossible / draws) / 2,
-        # Each cell's count is nearly normal, and a normal's mean absolute value is sqrt(2 / pi) of its deviation.
-        noise=float(np.sqrt(2 * share * (1 - share).clip(0) / (math.pi * draws)).sum()) / 2,
-    )
+    strays = int(counts[law == 0].sum())
+    by_size = np.argsort(-law, kind="stable")
+    by_size = by_size[law[by_size] > 0]
+    expected = law[by_size] * draws
+    # Likely tokens have a cell each; of the others, some together, by size, expect MIN_EXPECTED and more.
+    alone = np.count_nonzero(expected >= MIN_EXPECTED)
+    pool = (np.cumsum(expected[alone:]) / (2 * MIN_EXPECTED)).astype(np.int64)
+    cell = np.append(np.arange(alone), alone + pool)
+    expected = np.bincount(cell, expected).astype(np.float64)
+    observed = np.bincount(cell, counts[by_size].astype(np.float64))
+    share, stray_share = expected / draws, strays / draws
+    distance = float(np.abs(observed / draws - share).sum() + stray_share) / 2
+    # Each cell's count is nearly normal, and a normal's mean absolute value is sqrt(2 / pi) of its deviation.
+    noise = float(np.sqrt(2 * share * (1 - share).clip(0) / (math.pi * draws)).sum()) / 2
+
+    p_value = 0.0 if strays else 1.0
+    if expected[-1] < MIN_EXPECTED and len(expected) > 1:
+        # What is left over joins the last full cell. Where that one is large it would hide any number of them.
+        if observed[-1] and (tail := float(bdtrc(observed[-1] - 1, draws, share[-1]))) < SURE_FAULT:
+            strays, p_value = strays + int(observed[-1]), min(p_value, tail)
+        expected = np.append(expected[:-2], expected[-2] + expected[-1])
+        observed = np.append(observed[:-2], observed[-2] + observed[-1])
+    chi_square = float(((observed - expected) ** 2 / expected).sum())
+    if len(expected) > 1:
+        p_value = min(p_value, float(chdtrc(len(expected) - 1, chi_square)))
+    return LawCheck(draws, strays, len(expected), chi_square, p_value, distance, noise)
 
 
 def plain_verify(
