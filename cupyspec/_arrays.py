@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyspec._call import Array
+from cupyspec._compile import import_cupy
 
 HostArray = npt.NDArray[Any]
 
@@ -282,7 +283,7 @@ class Border:
         self._lent: list[Array] = []  # all that was borrowed, which no output may overlap
         self.on_cuda = self.device.kind == "cuda"
         if self.on_cuda:
-            require_cupy()
+            import_cupy()
         elif self.device.kind != "cpu":
             raise ValueError(f"{name} must be on the CPU or a CUDA device, got device {self.device}")
 
@@ -446,13 +447,3 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
     start = -buffer.ctypes.data % _ALIGNMENT
     values: HostArray = buffer[start : start + size].view(dtype).reshape(shape)
     return values
-
-
-def require_cupy() -> None:
-    """ImportError that says what to install, unless CuPy can be imported."""
-    try:
-        import cupy  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "CUDA arrays need CuPy: pip install 'cupyspec[cuda12]' (CUDA 12) or 'cupyspec[cuda13]' (CUDA 13)"
-        ) from error

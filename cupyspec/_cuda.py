@@ -10,10 +10,14 @@ from collections import deque
 from types import TracebackType
 from typing import Any
 
-import cupy
 import numpy as np
 
 from cupyspec._call import Array
+
+try:
+    import cupy
+except ImportError:  # the border has said what to install before anything here is called
+    cupy = None
 
 _NUMPY_NAMES = {"bfloat16": "uint16"}  # CuPy has bfloat16 only where ml_dtypes is: its bits serve as well
 
@@ -80,6 +84,11 @@ def with_unit_stride(array: Array) -> Array:
         return array
     copy = cupy.ascontiguousarray(wrap(array))
     return describe(copy, array.dtype, array.owner)
+
+
+def to_host(array: Array) -> Any:
+    """A device array's values in NumPy; waits for them."""
+    return cupy.asnumpy(wrap(array))
 
 
 _in_flight: deque[tuple[Any, Any]] = deque()

@@ -6,35 +6,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import cupy
 import numpy as np
 
 from cupyspec import _cuda
 from cupyspec._arrays import Border
 from cupyspec._call import Array, ChainCall, ChainResult
-from cupyspec._compile import Specialisation, launch, multiprocessors
+from cupyspec._compile import CupyBackend
 from cupyspec._status import raise_for_status
 from cupyspec.rules import Sigmoid, Token
 from cupyspec.rules._launch import run_chain
 
 
-class _Backend:
-    """What `run_chain` needs, on the border's device and stream."""
+class _Backend(CupyBackend):
+    """Kernels on the border's device and stream, memory of the caller's library."""
 
     def __init__(self, border: Border) -> None:
+        super().__init__()
         self._border = border
-        self.multiprocessors = multiprocessors(border.device.ordinal)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._border.library.empty_cuda(shape, dtype, self._border.device.ordinal)
 
     def pointer(self, array: Any) -> int:
         return array.pointer if isinstance(array, Array) else self._border.library.pointer_cuda(array)
-
-    def launch(
-        self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
-    ) -> None:
-        launch(specialisation=specialisation, name=name, grid=grid, block=block, params=params)
 
 
 def run(
@@ -65,18 +59,17 @@ def run(
     for name, array in destinations.items():
         if name not in direct:
             filled = _result_array(backend, getattr(result, name), fields[name][1], array.shape)
-            _cuda.wrap(array)[...] = filled
+            _cuda.wrap(array)[...] = _cuda.wrap(filled)
     if not border.library.frees_in_stream_order:
         _cuda.keep_until_done((call, result))
     if check:
-        status = _result_array(backend, result.status, "int32", (batch,))
-        raise_for_status(cupy.asnumpy(status))
+        raise_for_status(_cuda.to_host(_result_array(backend, result.status, "int32", (batch,))))
     return result
 
 
-def _result_array(backend: _Backend, array: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def _result_array(backend: _Backend, array: Any, dtype: str, shape: tuple[int, ...]) -> Array:
     strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-    return _cuda.wrap(Array(backend.pointer(array), shape, strides, dtype, None, array))
+    return Array(backend.pointer(array), shape, strides, dtype, None, array)
 
 
 def _is_contiguous(array: Array) -> bool:
