@@ -102,9 +102,9 @@ class ChainCase:
     def flattened(self, order: np.random.Generator) -> dict[str, Any]:
         """Changes that make `verify` see this call in the flattened layout; rows between hold what may be there."""
         batch, width = self.draft_tokens.shape
-        given = np.full(batch, width) if self.num_draft_tokens is None else self.num_draft_tokens.astype(np.int64)
-        lengths = np.clip(given, 0, width)
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        given = [width] * batch if self.num_draft_tokens is None else self.num_draft_tokens.tolist()
+        lengths = [min(max(n, 0), width) for n in given]
+        bounds = np.cumsum([0, *lengths])
         drafts = [(b, i) for b in range(batch) for i in range(lengths[b])]
         targets = [(b, i) for b in range(batch) for i in range(lengths[b] + 1)]
 

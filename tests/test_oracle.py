@@ -17,10 +17,8 @@ from scipy.special import softmax
 from cupyspec import Sigmoid, Token, expected_tokens
 from cupyspec.reference import chain, sigmoid, token
 from cupyspec.reference.race import race
+from enumeration import Law, Model, Row, chain_law, joint_law, norm, one_hot, token_rule
 
-Row = np.ndarray
-Model = Callable[[tuple[int, ...]], Row]  # a distribution [V] for what was emitted so far
-Law = dict[tuple[int, ...], float]
 TOLERANCE = 1e-12
 LARGEST_COIN = 1 - 2.0**-24
 
@@ -28,72 +26,6 @@ LARGEST_COIN = 1 - 2.0**-24
 def constant(*row: float) -> Model:
     """The same row at every position."""
     return lambda _: np.array(row, np.float64)
-
-
-def norm(row: Row) -> Row:
-    return row / row.sum()
-
-
-def one_hot(x: int, size: int) -> Row:
-    return np.eye(size)[x]
-
-
-def position(p: Row, q: Row, x: int, lenience: float = 1.0) -> tuple[float, Row]:
-    """Chance that draft x is accepted under rule Token, and the law of what replaces it."""
-    left = token.residual(p, q)
-    return min(1.0, token.acceptance(p, q, x, lenience)), norm(left if left.sum() > 0 else p)
-
-
-def chain_law(
-    p: Model,
-    q: Model | None,
-    K: int,
-    *,
-    lenience: float = 1.0,
-    ends: Callable[[tuple[int, ...]], bool] = lambda _: False,
-    bonus: Model | None = None,
-) -> Law:
-    """Law of the emitted tokens (the accepted prefix and one more) when drafts come from q.
-
-    q None: each draft is one-hot, and drawn from no matter what (here: uniformly). `ends` says after which drafts the
-    drafter stops. `bonus` is where the token after the last draft comes from: p, unless a mutant says otherwise.
-    """
-    law: Law = {}
-
-    def emit(tokens: tuple[int, ...], chance: float) -> None:
-        law[tokens] = law.get(tokens, 0.0) + chance
-
-    def walk(prefix: tuple[int, ...], chance: float) -> None:
-        row = p(prefix)
-        if len(prefix) == K or (prefix and ends(prefix)):
-            for t, share in enumerate((bonus or p)(prefix)):
-                emit((*prefix, t), chance * share)
-            return
-        drawn = np.full(row.size, 1 / row.size) if q is None else q(prefix)
-        for x, draft_chance in enumerate(drawn):
-            if not draft_chance:
-                continue
-            accepted, instead = position(row, one_hot(x, row.size) if q is None else drawn, x, lenience)
-            if accepted:
-                walk((*prefix, x), chance * draft_chance * accepted)
-            for t, share in enumerate(instead):
-                emit((*prefix, t), chance * draft_chance * (1 - accepted) * share)
-
-    walk((), 1.0)
-    return law
-
-
-def joint_law(law: Law, p: Model, length: int) -> Law:
-    """Law of the first `length` tokens when the target goes on alone after what was emitted."""
-    joint: Law = {}
-    stack = list(law.items())
-    while stack:
-        tokens, chance = stack.pop()
-        if len(tokens) >= length:
-            joint[tokens[:length]] = joint.get(tokens[:length], 0.0) + chance
-        elif chance:
-            stack += [((*tokens, t), chance * share) for t, share in enumerate(p(tokens))]
-    return joint
 
 
 def distance_from_target(law: Law, p: Model, length: int) -> float:
@@ -134,8 +66,8 @@ def test_token_rule_is_exact(given_models: tuple[Model, Model, int, int]) -> Non
 @given(models())
 def test_one_hot_drafts_are_exact(given_models: tuple[Model, Model, int, int]) -> None:
     """Catches q(x) < 1 or a residual that keeps x where the drafter has no distribution."""
-    p, _, _, K = given_models
-    assert distance_from_target(chain_law(p, None, K), p, K + 1) < TOLERANCE
+    p, q, _, K = given_models
+    assert distance_from_target(chain_law(p, q, K, one_hot_drafts=True), p, K + 1) < TOLERANCE
 
 
 @given(models(), st.integers(0, 3))
@@ -296,7 +228,7 @@ def test_walk_follows_the_rule(given_models: tuple[Model, Model, int, int], has_
     for drafts in itertools.product(range(V), repeat=K):
         target = np.array([p(drafts[:i]) for i in range(K + 1)])
         draft = np.array([q(drafts[:i]) for i in range(K)]).reshape(K, V)
-        steps = [position(target[i], draft[i] if has_draft else one_hot(x, V), x) for i, x in enumerate(drafts)]
+        steps = [token_rule(target[i], draft[i] if has_draft else one_hot(x, V), x) for i, x in enumerate(drafts)]
         for n in range(K + 1):
             if any(accepted == 0 for accepted, _ in steps[:n]) or (n < K and steps[n][0] == 1):
                 continue
