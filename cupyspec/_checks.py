@@ -54,8 +54,9 @@ def vocabulary(vocab_size: Any, target_name: str, target: Array, draft: Array | 
     if draft is not None:
         widths.append(("draft_logits", draft.shape[-1]))
     narrowest = min(width for _, width in widths)
-    if narrowest < 1:
-        raise ValueError(f"{target_name} must have at least one column, got shape {target.shape}")
+    for name, width in widths:
+        if width < 1:
+            raise ValueError(f"{name} must have at least one column, got {width}")
     if vocab_size is not None:
         return host_integer("vocab_size", vocab_size, 1, narrowest)
     if widths[0][1] != widths[-1][1]:

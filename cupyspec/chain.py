@@ -241,7 +241,10 @@ def verify(
 def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None) -> tuple[int, int]:
     """(B, K) of padded arrays."""
     if max_draft_tokens is not None:
-        raise ValueError("max_draft_tokens must be None without cu_num_draft_tokens (the flattened layout)")
+        raise ValueError(
+            "max_draft_tokens must be None without cu_num_draft_tokens (the flattened layout), "
+            f"got {max_draft_tokens!r}"
+        )
     _check_rank("draft_tokens", tokens, 2, "[B, K]")
     batch, width = tokens.shape
     _check_rows("target_logits", target, (batch, width + 1), "[B, K + 1, V]")
@@ -255,7 +258,9 @@ def _flattened_layout(
 ) -> tuple[int, int]:
     """(B, K) of flattened arrays, B by the target's T + B rows."""
     if max_draft_tokens is None:
-        raise ValueError("max_draft_tokens must be given with cu_num_draft_tokens: it is the width of the answer")
+        raise ValueError(
+            "max_draft_tokens must be an integer with cu_num_draft_tokens, the width of the answer, got None"
+        )
     width = host_integer("max_draft_tokens", max_draft_tokens, 0, POSITION_LIMIT - 1)
     _check_rank("draft_tokens", tokens, 1, "[T] with cu_num_draft_tokens")
     _check_rank("target_logits", target, 2, "[T + B, V] with cu_num_draft_tokens")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frontends import FRONTENDS, Frontend, OldProducer, Producer, assert_answer, lib
 
 from cupyspec import Sampling, sample, verify
 from cupyspec._arrays import SCORE_DTYPES, TOKEN_DTYPES, Border, aligned_empty
+from frontends import FRONTENDS, Frontend, OldProducer, Producer, assert_answer, lib
 
 __all__ = ["lib"]  # a fixture
 

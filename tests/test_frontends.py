@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frontends import FRONTENDS, CudaProducer, Frontend, Producer, assert_answer, lent, lib
 
 from cupyspec import Sampling, Sigmoid, Token, row_seeds, sample, verify
+from frontends import FRONTENDS, CudaProducer, Frontend, Producer, assert_answer, lent, lib
 
 __all__ = ["lib"]  # a fixture
 
@@ -307,7 +307,7 @@ def test_torch_views_that_stand_for_other_values(torch: Any) -> None:
     assert lazy.is_neg()
     answer = verify(torch.from_numpy(TOKENS), lazy, torch.from_numpy(DRAFT), seed=1)
     assert_answer(FRONTENDS["torch"](), lazy, answer, expected)
-    with pytest.raises(TypeError, match="target_logits must have dtype .*, got complex64"):
+    with pytest.raises(TypeError, match=r"target_logits must have dtype .*, got complex64"):
         verify(torch.from_numpy(TOKENS), complex_scores.conj(), torch.from_numpy(DRAFT), seed=1)
     assert lazy.is_neg()
 
@@ -327,7 +327,7 @@ def test_torch_tensors_without_plain_memory(torch: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
 def test_torch_quantized_tensors(torch: Any) -> None:
     """Catches codes of a quantised tensor read as scores."""
-    with pytest.raises(TypeError, match="logits must have dtype .*, got quint8"):
+    with pytest.raises(TypeError, match=r"logits must have dtype .*, got quint8"):
         sample(torch.quantize_per_tensor(torch.from_numpy(TARGET[:, 0].copy()), 0.1, 0, torch.quint8), seed=1)
 
 
@@ -369,7 +369,7 @@ def test_jax_tracers_are_told_what_to_do(jax: Any) -> None:
     for name, call in calls.items():
         with pytest.raises(TypeError, match=rf"^{name}: .*outside jax\.jit.*jax\.pure_callback"):
             call(logits if name == "logits" else 1)
-    with pytest.raises(TypeError, match="^logits: .*tracer"):
+    with pytest.raises(TypeError, match=r"^logits: .*tracer"):
         jax.vmap(lambda x: sample(x, seed=1).tokens)(jax.numpy.array(TARGET))
 
 
@@ -393,14 +393,14 @@ def test_jax_keys(jax: Any) -> None:
     for typed in (keys, jax.random.key(3)):
         with pytest.raises(TypeError, match=r"^seed: .*jax\.random\.key_data"):
             sample(logits, seed=typed)
-    with pytest.raises(TypeError, match="logits must have dtype .*, got key"):
+    with pytest.raises(TypeError, match=r"logits must have dtype .*, got key"):
         sample(jax.random.split(jax.random.key(3), (B, V)), seed=1)
 
 
 def test_jax_int64(jax: Any) -> None:
     """Catches answers that JAX quietly turned into int32."""
     logits = jax.numpy.array(TARGET[:, 0])
-    with pytest.raises(ValueError, match="token_dtype must be int32 .* unless jax_enable_x64 is set, got int64"):
+    with pytest.raises(ValueError, match=r"token_dtype must be int32 .* unless jax_enable_x64 is set, got int64"):
         sample(logits, seed=1, token_dtype="int64")
     with jax.enable_x64(True):
         tokens = jax.numpy.array(TOKENS.astype(np.int64))
@@ -408,7 +408,7 @@ def test_jax_int64(jax: Any) -> None:
         assert answer.tokens.dtype == np.int64
         np.testing.assert_array_equal(np.asarray(answer.tokens), verify(TOKENS, TARGET, DRAFT, seed=1).tokens)
         assert sample(logits, seed=1, token_dtype="int64").tokens.dtype == np.int64
-    with pytest.raises(ValueError, match="draft_tokens must be int32 .* unless jax_enable_x64 is set, got int64"):
+    with pytest.raises(ValueError, match=r"draft_tokens must be int32 .* unless jax_enable_x64 is set, got int64"):
         verify(tokens, jax.numpy.array(TARGET), jax.numpy.array(DRAFT), seed=1)
 
 
