@@ -41,7 +41,7 @@ def answer(
         border.hand_back(getattr(result, name).reshape(outputs[name][0])) if name in outputs else None
         for name in kind._fields  # type: ignore[attr-defined]
     ]
-    return kind._make(values)  # type: ignore[attr-defined, no-any-return]
+    return kind._make(values)  # type: ignore[attr-defined]
 
 
 def _destinations(

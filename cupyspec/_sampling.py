@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
 from dataclasses import dataclass, fields
@@ -51,9 +52,13 @@ class Sampling:
         _register_pytree()
         if isinstance(self.temperature, bool) or self.temperature is None or isinstance(self.temperature, str):
             raise TypeError(f"temperature must be a real number or an array [B], got {self.temperature!r}")
-        scalar = isinstance(self.temperature, numbers.Real)
-        if scalar and not 0 <= self.temperature <= sys.float_info.max:
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
+        if isinstance(self.temperature, numbers.Real):
+            try:
+                number = float(self.temperature)
+            except OverflowError:  # an integer beyond every float
+                number = math.inf
+            if not 0 <= number < math.inf:
+                raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
 
     def is_default(self) -> bool:
         """Whether nothing is asked for: scores are used at temperature 1, unfiltered."""

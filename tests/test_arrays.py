@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cupyspec import Sampling, sample, verify
 from cupyspec._arrays import SCORE_DTYPES, TOKEN_DTYPES, Border, aligned_empty
@@ -98,6 +100,31 @@ def test_memory_between_other_things() -> None:
     unaligned[...] = buffer(B, K, V)
     assert not unaligned.flags.aligned
     check_views(lib, fields["z"], unaligned, np.arange(B * K).reshape(B, K))
+
+
+AXES = st.permutations((0, 1, 2))
+CUTS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([1, 1, 2, 3, -1, -2]))  # before, after, step
+
+
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 40)), axes=AXES, cuts=st.tuples(*[CUTS] * 3)
+)
+@pytest.mark.parametrize("library", ["numpy", "producer"])
+def test_any_view(
+    library: str, shape: tuple[int, int, int], axes: list[int], cuts: tuple[tuple[int, int, int], ...]
+) -> None:
+    """Catches a layout that nobody thought of: axes in any order, any slice of each, sizes of 0 and 1."""
+    sizes = [before + size * abs(step) + after for size, (before, after, step) in zip(shape, cuts, strict=True)]
+    whole = buffer(*(sizes[axis] for axis in axes)).transpose(np.argsort(axes))
+    view = whole[
+        tuple(slice(before, before + n * abs(s), abs(s)) for n, (before, _, s) in zip(shape, cuts, strict=True))
+    ]
+    view = view[tuple(slice(None, None, -1 if step < 0 else 1) for _, _, step in cuts)]
+    assert view.shape == shape
+    lib = FRONTENDS[library]()
+    ids = np.arange(shape[0] * (shape[1] - 1), dtype=np.int32).reshape(shape[0], shape[1] - 1) % shape[2]
+    expected = verify(ids, np.array(view, order="C"), seed=1)
+    assert_answer(lib, view, verify(lib.from_memory(ids), lib.from_memory(view), seed=1), expected)
 
 
 @pytest.mark.parametrize("strides", [False, True])
