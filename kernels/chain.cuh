@@ -6,7 +6,39 @@
 #include "philox.cuh"
 #include "segment.cuh"
 
+// One module per specialisation: cupyspec/_compile.py defines these.
+#ifndef TARGET_TYPE
+#define TARGET_TYPE float
+#endif
+#ifndef DRAFT_TYPE
+#define DRAFT_TYPE float
+#endif
+#ifndef TOKEN_TYPE
+#define TOKEN_TYPE int
+#endif
+#ifndef CHAIN_RULE
+#define CHAIN_RULE RULE_TOKEN
+#endif
+#ifndef SEGMENT
+#define SEGMENT 2048
+#endif
+
 namespace cupyspec {
+
+enum Rule { RULE_TOKEN = 0, RULE_SIGMOID = 1 };
+
+constexpr int DECIDE_THREADS = 256;
+constexpr int DECIDE_WARPS = DECIDE_THREADS / LANES;
+constexpr int MAX_DRAFTS = 255;
+constexpr unsigned long long NO_KEY = ~0ull;
+
+static_assert(SEGMENT / GRANULE <= DECIDE_THREADS, "the pick gives each thread at most one granule");
+
+using Target = TARGET_TYPE;
+using Draft = DRAFT_TYPE;
+using Token = TOKEN_TYPE;
+constexpr int RULE = CHAIN_RULE;
+constexpr int SEG = SEGMENT;
 
 // One side's scores. Padded rows lie at b * batch_stride + i * row_stride, flattened ones at row * row_stride; strides
 // count elements, the last axis is contiguous.
@@ -33,12 +65,12 @@ struct ChainParams {
     long long seed_word_stride;  // SEED_PAIRS: between the two words
     const void* draft_tokens;
     long long draft_tokens_batch_stride, draft_tokens_stride;
-    void* tokens;           // [B, K + 1]
-    int* num_accepted;      // [B]
-    int* status;            // [B]
-    float* log_normalizer;  // [B] or null
-    Pair* pairs;            // scratch [score rows, segments]
-    Pair* totals;           // scratch [score rows], or null: chain_decide combines pairs itself
+    void* tokens;              // [B, K + 1]
+    int* num_accepted;         // [B]
+    int* status;               // [B]
+    float* log_normalizer;     // [B] or null
+    Pair* pairs;               // scratch [score rows, segments]
+    Pair* totals;              // scratch [score rows], or null: chain_decide combines pairs itself
     unsigned long long* race;  // scratch [B]: smallest (key, segment)
     unsigned int* arrived;     // scratch [B]: blocks that raced (low 24 bits), what they saw (high 8)
     long long batch_size, num_drafts, vocab_size, segments;
@@ -46,16 +78,13 @@ struct ChainParams {
     long long blocks_per_row;  // of chain_decide
     double lenience;           // Token
     double alpha, beta;        // Sigmoid
-    float alpha_up, beta_down;  // alpha rounded up and beta rounded down, so that float compares agree with double
-    int purpose;                // sample()'s, or 0
+    int purpose;               // sample()'s, or 0
     int seed_kind;
     int has_draft;  // 0: one-hot drafts
     int flattened;
     int compact;  // pairs indexed by score row, not by (b, position)
     int padding;
 };
-
-enum Rule { RULE_TOKEN = 0, RULE_SIGMOID = 1 };
 
 enum Status {
     STATUS_TARGET_INVALID = 1,
@@ -69,18 +98,18 @@ enum Status {
 // Facts of one batch row. All lanes of a warp hold the same.
 struct Row {
     long long b;
-    long long start;  // flattened: its first draft
-    int drafts;       // L
-    int status;       // bits 8, 16, 32
+    long long start;    // flattened: its first draft
+    int drafts;         // L
+    int status;         // bits 8, 16, 32
     bool active, runs;  // runs: active, and its parameters are in range
     bool target_greedy, draft_greedy;
     float target_temperature, draft_temperature;
 };
 
-template <typename TokenT> __device__ inline long long draft_token(const ChainParams& p, const Row& row, int i) {
+__device__ inline long long draft_token(const ChainParams& p, const Row& row, int i) {
     const long long at = p.flattened ? (row.start + i) * p.draft_tokens_stride
                                      : row.b * p.draft_tokens_batch_stride + i * p.draft_tokens_stride;
-    return ((const TokenT*)p.draft_tokens)[at];
+    return ((const Token*)p.draft_tokens)[at];
 }
 
 // float32 of a temperature, and whether it is one: finite and not negative. Below 2^-126 it means greedy.
@@ -113,7 +142,7 @@ __device__ inline void read_length(const ChainParams& p, Row& row, long long& le
 }
 
 // The whole warp reads row b's facts: drafts end at the first id that is -1 or does not exist.
-template <typename TokenT> __device__ inline Row warp_read_row_all(const ChainParams& p, long long b) {
+__device__ inline Row warp_read_row_all(const ChainParams& p, long long b) {
     Row row = {};
     row.b = b;
     row.active = load_bits(p.active, b) != 0;
@@ -125,7 +154,7 @@ template <typename TokenT> __device__ inline Row warp_read_row_all(const ChainPa
     row.drafts = (int)length;
     for (int base = 0; base < row.drafts; base += LANES) {
         const int i = base + lane_index();
-        const long long id = i < row.drafts ? draft_token<TokenT>(p, row, i) : 0;
+        const long long id = i < row.drafts ? draft_token(p, row, i) : 0;
         const unsigned int ends = __ballot_sync(FULL_WARP, id < 0 || id >= p.vocab_size);
         const unsigned int wrong = __ballot_sync(FULL_WARP, id < -1 || id >= p.vocab_size);
         if (ends) {
@@ -167,15 +196,16 @@ __device__ inline unsigned int draw_position(const ChainParams& p, long long b, 
 // Slots number a batch row's score rows: target rows 0..K, then draft rows 0..K-1.
 __device__ inline long long slots_per_row(const ChainParams& p) { return 2 * p.num_drafts + 1; }
 
-template <typename T> __device__ inline const T* target_row(const ChainParams& p, const Row& row, int i) {
+__device__ inline const Target* target_row(const ChainParams& p, const Row& row, int i) {
     const Scores& s = p.target;
-    return (const T*)s.data + (p.flattened ? (row.start + row.b + i) * s.row_stride
-                                           : row.b * s.batch_stride + i * s.row_stride);
+    return (const Target*)s.data +
+           (p.flattened ? (row.start + row.b + i) * s.row_stride : row.b * s.batch_stride + i * s.row_stride);
 }
 
-template <typename T> __device__ inline const T* draft_row(const ChainParams& p, const Row& row, int i) {
+__device__ inline const Draft* draft_row(const ChainParams& p, const Row& row, int i) {
     const Scores& s = p.draft;
-    return (const T*)s.data + (p.flattened ? (row.start + i) * s.row_stride : row.b * s.batch_stride + i * s.row_stride);
+    return (const Draft*)s.data +
+           (p.flattened ? (row.start + i) * s.row_stride : row.b * s.batch_stride + i * s.row_stride);
 }
 
 // `row_index`: of the flattened array.
@@ -201,7 +231,7 @@ __device__ inline long long pair_row(const ChainParams& p, const Row& row, int s
 enum Need { NEED_NOTHING, NEED_SUM, NEED_ARGMAX };
 
 // What the decision wants to know of a whole score row.
-template <int RULE> __device__ inline Need slot_need(const ChainParams& p, const Row& row, int slot) {
+__device__ inline Need slot_need(const ChainParams& p, const Row& row, int slot) {
     if (!row.runs) {
         return NEED_NOTHING;
     }

@@ -57,9 +57,7 @@ template <> struct Storage<BFloat16> {
 };
 
 // NaN or +inf: no logit.
-__device__ inline bool bad_logit(unsigned int bits) {
-    return (bits & 0x7FFFFFFFu) >= INF_BITS && bits != NEG_INF_BITS;
-}
+__device__ inline bool bad_logit(unsigned int bits) { return (bits & 0x7FFFFFFFu) >= INF_BITS && bits != NEG_INF_BITS; }
 
 // NaN, infinite or negative: no probability. -0.0 is one.
 __device__ inline bool bad_probability(unsigned int bits) { return bits >= INF_BITS && bits != 0x80000000u; }

@@ -36,8 +36,8 @@ __device__ inline Words philox(unsigned long long key, unsigned int x, unsigned 
 }
 
 // `position` holds the chain position in its low 16 bits and the draw in its high 16.
-__device__ inline Words random_words(unsigned long long seed, unsigned long long step, int purpose, unsigned int position,
-                                     unsigned int segment) {
+__device__ inline Words random_words(unsigned long long seed, unsigned long long step, int purpose,
+                                     unsigned int position, unsigned int segment) {
     const unsigned int high = (unsigned int)(step >> 32) & 0xFFFFFFu;
     return philox(seed, segment, position, (unsigned int)step, high | ((unsigned int)purpose << 24));
 }

@@ -40,21 +40,22 @@ template <typename T> __device__ inline Granule<T> load_vector(const T* row, lon
     return g;
 }
 
-__device__ inline unsigned int stored_bits(const float* row, long long id) { return ((const unsigned int*)row)[id]; }
-template <typename T> __device__ inline unsigned int stored_bits(const T* row, long long id) { return row[id].bits; }
+__device__ inline unsigned int stored_bits(const float* row, int j) { return ((const unsigned int*)row)[j]; }
+template <typename T> __device__ inline unsigned int stored_bits(const T* row, int j) { return row[j].bits; }
 
 // Any alignment; ids at or above `vocab` are not read and get `fill`.
 template <typename T>
 __device__ inline Granule<T> load_scalars(const T* row, long long first, long long vocab, unsigned int fill) {
     Granule<T> g;
     constexpr int PER_WORD = 4 / (int)sizeof(T);
-    #pragma unroll
+    const int exist = first + GRANULE <= vocab ? GRANULE : (int)(vocab - first);  // may be negative
+#pragma unroll
     for (int word = 0; word < GRANULE / PER_WORD; ++word) {
         unsigned int bits = 0;
-        #pragma unroll
+#pragma unroll
         for (int part = 0; part < PER_WORD; ++part) {
-            const long long id = first + word * PER_WORD + part;
-            bits |= (id < vocab ? stored_bits(row, id) : fill) << (part * 16);
+            const int j = word * PER_WORD + part;
+            bits |= (j < exist ? stored_bits(row + first, j) : fill) << (part * 16);
         }
         g.words[word] = bits;
     }
@@ -63,7 +64,8 @@ __device__ inline Granule<T> load_scalars(const T* row, long long first, long lo
 
 template <typename T>
 __device__ inline Granule<T> load_granule(const T* row, long long first, long long vocab, unsigned int fill) {
-    return is_aligned(row) && first + GRANULE <= vocab ? load_vector(row, first) : load_scalars(row, first, vocab, fill);
+    return is_aligned(row) && first + GRANULE <= vocab ? load_vector(row, first)
+                                                       : load_scalars(row, first, vocab, fill);
 }
 
 // What is kept of a segment, or of a whole row.
@@ -83,10 +85,8 @@ __device__ inline bool is_nan(float x) { return (__float_as_uint(x) & 0x7FFFFFFF
 // its argument: below |t| * 2^-23, that is a relative 2^-17 for a weight of 2^-60 and 2^-20 for one of 2^-10.
 __device__ inline float weight_of_logit(float z, float pivot, float scale) { return exp2f((z - pivot) * scale); }
 
-// Never below 2^-126: a flushed scale would turn -inf * scale into NaN.
-__device__ inline float logit_scale(float temperature) {
-    return fmaxf((float)(1.4426950408889634 / (double)temperature), MIN_NORMAL);
-}
+// Never below 2^-126: a flushed scale would turn -inf * scale into NaN. (In float: many GPUs are slow at double.)
+__device__ inline float logit_scale(float temperature) { return fmaxf(1.44269504f / temperature, MIN_NORMAL); }
 
 // A pivot to subtract from logits: -inf - -inf is no weight.
 __device__ inline float finite_pivot(float max) { return max == minus_inf() ? 0.0f : max; }
@@ -103,12 +103,12 @@ template <typename T, int SEG> struct WarpSegment {
         const long long first = (long long)segment * SEG;
         first_id = segment * SEG + lane_index() * GRANULE;
         if (is_aligned(row) && first + SEG <= vocab) {
-            #pragma unroll
+#pragma unroll
             for (int g = 0; g < GRANULES; ++g) {
                 granules[g] = load_vector(row, first_id + g * GRANULE * LANES);
             }
         } else {
-            #pragma unroll
+#pragma unroll
             for (int g = 0; g < GRANULES; ++g) {
                 granules[g] = load_scalars(row, first_id + g * GRANULE * LANES, vocab, fill);
             }
@@ -117,9 +117,9 @@ template <typename T, int SEG> struct WarpSegment {
 
     __device__ Pair softmax_pair_all(float scale) const {
         float max = minus_inf();
-        #pragma unroll
+#pragma unroll
         for (int g = 0; g < GRANULES; ++g) {
-            #pragma unroll
+#pragma unroll
             for (int j = 0; j < GRANULE; ++j) {
                 max = fmaxf(max, float_of(value_bits(granules[g], j)));
             }
@@ -127,10 +127,10 @@ template <typename T, int SEG> struct WarpSegment {
         max = warp_max_all(max);
         const float pivot = finite_pivot(max);
         float sum = 0.0f;
-        #pragma unroll
+#pragma unroll
         for (int g = 0; g < GRANULES; ++g) {
             float granule = 0.0f;
-            #pragma unroll
+#pragma unroll
             for (int j = 0; j < GRANULE; ++j) {
                 // A NaN or +inf anywhere makes the sum NaN (inf - inf), though fmaxf skipped the NaN.
                 granule += weight_of_logit(float_of(value_bits(granules[g], j)), pivot, scale);
@@ -143,10 +143,10 @@ template <typename T, int SEG> struct WarpSegment {
     __device__ Pair probability_pair_all() const {
         float sum = 0.0f;
         bool bad = false;
-        #pragma unroll
+#pragma unroll
         for (int g = 0; g < GRANULES; ++g) {
             float granule = 0.0f;
-            #pragma unroll
+#pragma unroll
             for (int j = 0; j < GRANULE; ++j) {
                 const unsigned int bits = value_bits(granules[g], j);
                 bad |= bad_probability(bits);
@@ -161,9 +161,9 @@ template <typename T, int SEG> struct WarpSegment {
     __device__ Pair greedy_pair_all() const {
         unsigned int best_key = 0, best_bits = NEG_INF_BITS, best_id = first_id;
         bool bad = false;
-        #pragma unroll
+#pragma unroll
         for (int g = 0; g < GRANULES; ++g) {
-            #pragma unroll
+#pragma unroll
             for (int j = 0; j < GRANULE; ++j) {
                 const unsigned int bits = value_bits(granules[g], j), key = order_key(bits);
                 bad |= bad_logit(bits);
@@ -182,6 +182,36 @@ template <typename T, int SEG> struct WarpSegment {
         return {max, float_of(~(unsigned int)best)};
     }
 };
+
+// WarpSegment::softmax_pair_all() bit for bit, reading the segment twice instead of holding it: for rare rows, in a
+// kernel that has no registers to spare.
+template <typename T, int SEG>
+__device__ Pair warp_reread_pair_all(const T* row, long long segment, long long vocab, float scale) {
+    const long long first = segment * SEG + lane_index() * GRANULE;
+    float max = minus_inf();
+#pragma unroll 1
+    for (int g = 0; g < SEG / (GRANULE * LANES); ++g) {
+        const Granule<T> scores = load_granule(row, first + g * GRANULE * LANES, vocab, Storage<T>::NEG_INF);
+#pragma unroll
+        for (int j = 0; j < GRANULE; ++j) {
+            max = fmaxf(max, float_of(value_bits(scores, j)));
+        }
+    }
+    max = warp_max_all(max);
+    const float pivot = finite_pivot(max);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int g = 0; g < SEG / (GRANULE * LANES); ++g) {
+        const Granule<T> scores = load_granule(row, first + g * GRANULE * LANES, vocab, Storage<T>::NEG_INF);
+        float granule = 0.0f;
+#pragma unroll
+        for (int j = 0; j < GRANULE; ++j) {
+            granule += weight_of_logit(float_of(value_bits(scores, j)), pivot, scale);
+        }
+        sum += granule;
+    }
+    return {max, warp_sum_all(sum)};
+}
 
 // A row's pair from its segments' pairs: lane l takes pairs l, l+32, ..., then a butterfly.
 __device__ inline Pair warp_combine_sums_all(const Pair* pairs, long long segments, float scale) {

@@ -6,14 +6,14 @@ the kernels.
 
 from __future__ import annotations
 
-import math
 import struct
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from cupyspec._call import Array, ChainResult
-from cupyspec._compile import Specialisation
+from cupyspec._compile import C_NAMES, Specialisation
 from cupyspec._segments import segment_count
 from cupyspec.rules.sigmoid import Sigmoid
 
@@ -42,9 +42,7 @@ class Backend(Protocol):
 
 
 # Mirrors of the structs in kernels/dtypes.cuh and kernels/chain.cuh.
-PER_ROW = np.dtype(
-    [("data", "u8"), ("stride", "i8"), ("value", "u8"), ("type", "i4"), ("padding", "i4")], align=True
-)
+PER_ROW = np.dtype([("data", "u8"), ("stride", "i8"), ("value", "u8"), ("type", "i4"), ("padding", "i4")], align=True)
 SCORES = np.dtype(
     [
         ("data", "u8"),
@@ -91,8 +89,6 @@ CHAIN_PARAMS = np.dtype(
         ("lenience", "f8"),
         ("alpha", "f8"),
         ("beta", "f8"),
-        ("alpha_up", "f4"),
-        ("beta_down", "f4"),
         ("purpose", "i4"),
         ("seed_kind", "i4"),
         ("has_draft", "i4"),
@@ -183,16 +179,22 @@ def _seed(seed: int | Array) -> tuple[tuple[int, int, int, int, int], int, int]:
     return _integer(seed), 0, _SEED_SPLIT
 
 
-def _rounded_inwards(alpha: float, beta: float) -> tuple[float, float]:
-    """float32 bounds such that a float32 z has ``z < alpha`` and ``z > beta`` exactly where the doubles say so."""
-    # Bounds past float32's range become infinite, which decides the same: no finite float32 lies beyond.
-    with np.errstate(over="ignore"):
-        low, high = np.float32(alpha), np.float32(beta)
-    if float(low) < alpha:
-        low = np.nextafter(low, np.float32(math.inf))
-    if float(high) > beta:
-        high = np.nextafter(high, np.float32(-math.inf))
-    return float(low), float(high)
+@cache
+def chain_specialisation(
+    target_dtype: str, draft_dtype: str, token_dtype: str, sigmoid: bool, segment: int
+) -> Specialisation:
+    """The module for these dtypes and rule. One-hot drafts use that of equal dtypes."""
+    return Specialisation(
+        file="chain.cu",
+        macros=(
+            ("TARGET_TYPE", C_NAMES[target_dtype]),
+            ("DRAFT_TYPE", C_NAMES[draft_dtype]),
+            ("TOKEN_TYPE", C_NAMES[token_dtype]),
+            ("CHAIN_RULE", "RULE_SIGMOID" if sigmoid else "RULE_TOKEN"),
+            ("SEGMENT", str(segment)),
+        ),
+        params=CHAIN_PARAMS,
+    )
 
 
 def new_result(call: ChainCall, backend: Backend) -> ChainResult:
@@ -293,7 +295,6 @@ def run_chain(
             1.0 if isinstance(rule, Sigmoid) else rule.lenience,
             alpha,
             beta,
-            *_rounded_inwards(alpha, beta),
             0 if call.purpose is None else int(call.purpose),
             seed_kind,
             draft is not None,
@@ -303,12 +304,12 @@ def run_chain(
         ),
         CHAIN_PARAMS,
     )
-    specialisation = Specialisation(
-        target_dtype=call.target.array.dtype,
-        draft_dtype=call.target.array.dtype if draft is None else draft.array.dtype,
-        token_dtype=call.token_dtype,
-        rule="sigmoid" if isinstance(rule, Sigmoid) else "token",
-        segment=call.segment,
+    specialisation = chain_specialisation(
+        call.target.array.dtype,
+        call.target.array.dtype if draft is None else draft.array.dtype,
+        call.token_dtype,
+        isinstance(rule, Sigmoid),
+        call.segment,
     )
 
     def launch(name: str, blocks: int, warps: int) -> None:

@@ -8,14 +8,20 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from cupyspec._arrays import aligned_empty
-from cupyspec._compile import Specialisation
+from cupyspec._call import ChainCall
+from cupyspec._compile import Specialisation, check_launch
 from cupyspec._sources import source
+from cupyspec.rules._launch import run_chain
 
 _HERE = Path(__file__).resolve().parent
 SANITIZERS = "-fsanitize=address,undefined"
@@ -44,18 +50,21 @@ def sanitized() -> bool:
     return bool(os.environ.get("CUPYSPEC_TEST_SANITIZE"))
 
 
-def _text() -> str:
-    parts = [(_HERE / "cuda_on_host.hpp").read_text(), source("chain.cu"), (_HERE / "chain_entry.hpp").read_text()]
-    return "\n".join(f'#line 1 "part{n}"\n{part}' for n, part in enumerate(parts)).replace("#pragma once", "")
-
-
 @cache
 def library(specialisation: Specialisation) -> ctypes.CDLL:
-    """The shared library of a specialisation, built once per text and flags and kept in the temporary folder."""
-    flags = [*_FLAGS, *specialisation.defines]
+    """The shared library of a specialisation."""
+    loaded = build(source(specialisation.file), (_HERE / "chain_entry.hpp").read_text(), specialisation.options)
+    loaded.host_cuda_layout.restype = ctypes.POINTER(ctypes.c_longlong)
+    return loaded
+
+
+def build(kernels: str, entries: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """A shared library of kernels, built once per text and flags and kept in the temporary folder."""
+    flags = [*_FLAGS, *options]
     if sanitized():
         flags += [SANITIZERS, "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    text = _text()
+    header = (_HERE / "cuda_on_host.hpp").read_text()
+    text = f'#line 1 "cuda_on_host.hpp"\n{header}\n{kernels}\n#line 1 "entries"\n{entries}'.replace("#pragma once", "")
     key = hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"cupyspec-host-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -80,7 +89,6 @@ def library(specialisation: Specialisation) -> ctypes.CDLL:
         ctypes.c_void_p,
         ctypes.c_uint64,
     ]
-    loaded.host_cuda_layout.restype = ctypes.POINTER(ctypes.c_longlong)
     return loaded
 
 
@@ -102,6 +110,7 @@ class HostCuda:
         return array.ctypes.data
 
     def launch(self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray) -> None:
+        check_launch(specialisation, name, grid, block, params)
         self.order += 1
         self.launches.append((name, grid, params))
         message = library(specialisation).host_cuda_launch(
@@ -109,3 +118,30 @@ class HostCuda:
         )
         if message:
             raise RuntimeError(f"{name}: {message.decode()}")
+
+
+@contextmanager
+def kernels_on_host(backend: HostCuda) -> Iterator[HostCuda]:
+    """Within it `verify` and `sample` of CPU arrays run the kernels instead of the NumPy path."""
+    with mock.patch("cupyspec._run.run_on_cpu", lambda call, rule: run_chain(call, rule, backend)):
+        yield backend
+
+
+class _CallSeen(Exception):
+    pass
+
+
+def checked_call(function: Any, *args: Any, **kwargs: Any) -> tuple[ChainCall, Any]:
+    """What `verify` or `sample` hands to a back end: a call to be changed and run by `run_chain`, and the rule."""
+    seen: list[Any] = []
+
+    def see(call: ChainCall, rule: Any) -> None:
+        seen.extend((call, rule))
+        raise _CallSeen
+
+    with mock.patch("cupyspec._run.run_on_cpu", see):
+        try:
+            function(*args, **kwargs)
+        except _CallSeen:
+            pass
+    return seen[0], seen[1]

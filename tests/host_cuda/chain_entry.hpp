@@ -9,32 +9,15 @@ template <void (*KERNEL)(cupyspec::ChainParams)> void call(const void* params) {
     KERNEL(*(const cupyspec::ChainParams*)params);
 }
 
-struct Entry {
-    const char* name;
-    void (*call)(const void*);
-};
-
-constexpr Entry ENTRIES[] = {{"chain_stats", call<chain_stats>},
-                             {"chain_totals", call<chain_totals>},
-                             {"chain_decide", call<chain_decide>}};
+const Entry* entries() {
+    static const Entry all[] = {{"chain_stats", call<chain_stats>},
+                                {"chain_totals", call<chain_totals>},
+                                {"chain_decide", call<chain_decide>},
+                                {nullptr, nullptr}};
+    return all;
+}
 
 }  // namespace host_cuda
-
-// Returns a message, empty if all went well; valid until the next launch.
-extern "C" const char* host_cuda_launch(const char* name, unsigned int grid, unsigned int block, const void* params,
-                                        uint64_t order_seed) {
-    const std::lock_guard<std::mutex> lock(host_cuda::one_launch);
-    static std::string message;
-    message = "no such kernel";
-    for (const host_cuda::Entry& entry : host_cuda::ENTRIES) {
-        if (!strcmp(entry.name, name)) {
-            host_cuda::kernel = entry.call;
-            host_cuda::kernel_params = params;
-            message = host_cuda::run_grid(grid, block, order_seed);
-        }
-    }
-    return message.c_str();
-}
 
 // Sizes, then the offset of every member of ChainParams in order; ends with -1.
 extern "C" const long long* host_cuda_layout() {
@@ -72,8 +55,6 @@ extern "C" const long long* host_cuda_layout() {
                                        offsetof(P, lenience),
                                        offsetof(P, alpha),
                                        offsetof(P, beta),
-                                       offsetof(P, alpha_up),
-                                       offsetof(P, beta_down),
                                        offsetof(P, purpose),
                                        offsetof(P, seed_kind),
                                        offsetof(P, has_draft),

@@ -346,6 +346,15 @@ inline double __longlong_as_double(long long bits) {
     memcpy(&value, &bits, 8);
     return value;
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __double2float_ru(double value) {
+    const float near = (float)value;
+    return (double)near < value ? nextafterf(near, INFINITY) : near;
+}
+inline float __double2float_rd(double value) {
+    const float near = (float)value;
+    return (double)near > value ? nextafterf(near, -INFINITY) : near;
+}
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz((unsigned int)value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 
@@ -396,4 +405,33 @@ template <typename T> inline T atomicOr(T* at, T value) {
     const T old = *at;
     *at = old | value;
     return old;
+}
+
+// ------------------------------------------------------------------------------------------------ the library's entry
+
+namespace host_cuda {
+
+struct Entry {
+    const char* name;
+    void (*call)(const void* params);
+};
+
+const Entry* entries();  // by the file of entry points; ends with a null name
+
+}  // namespace host_cuda
+
+// Runs a kernel by name. Returns a message, empty if all went well; valid until the next launch.
+extern "C" const char* host_cuda_launch(const char* name, unsigned int grid, unsigned int block, const void* params,
+                                        uint64_t order_seed) {
+    const std::lock_guard<std::mutex> lock(host_cuda::one_launch);
+    static std::string message;
+    message = "no such kernel";
+    for (const host_cuda::Entry* entry = host_cuda::entries(); entry->name; ++entry) {
+        if (!strcmp(entry->name, name)) {
+            host_cuda::kernel = entry->call;
+            host_cuda::kernel_params = params;
+            message = host_cuda::run_grid(grid, block, order_seed);
+        }
+    }
+    return message.c_str();
 }
