@@ -1,0 +1,171 @@
+"""Time calls on the CPU and on CUDA devices: what one sweep over all copies of the inputs takes, per call.
+
+A *sweep* is one call on each copy. Copies together exceed twice the last-level cache, so that a call finds none of its
+inputs there, and they stop at different positions of the chain, so that a sweep is an average over inputs. One sample is
+one sweep's time divided by the number of calls; reported are the median and the 20 and 80 % quantiles of the samples.
+Providers take turns, sweep by sweep, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Call = Callable[[], Any]
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 400
+MAX_COPIES = 256
+HOST_CALLS = 64  # calls between synchronisations when host time is measured: far fewer than a stream's queue holds
+
+
+class Timing(NamedTuple):
+    """Microseconds of one call."""
+
+    median: float
+    low: float  # 20 % quantile
+    high: float  # 80 % quantile
+    samples: int
+    method: str  # "wall", "graph" (replays between CUDA events) or "events" (eager calls between CUDA events)
+
+
+def summary(seconds: Sequence[float], method: str) -> Timing:
+    """Quantiles of samples in seconds."""
+    low, median, high = np.quantile(np.asarray(seconds) * 1e6, (0.2, 0.5, 0.8))
+    return Timing(float(median), float(low), float(high), len(seconds), method)
+
+
+def copies_for(size: int, device: str, least: int) -> int:
+    """How many copies of inputs of `size` bytes to rotate over: at least `least`, and twice the last-level cache.
+
+    Tiny inputs are not worth thousands of copies: they stay in the cache.
+    """
+    return max(least, min(MAX_COPIES, -(-2 * last_level_cache(device) // size) + 1))
+
+
+def last_level_cache(device: str) -> int:
+    """Bytes of the cache nearest to memory."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties("cuda").L2_cache_size)
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii").strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 32 << 20
+
+
+def time_on_cpu(sweeps: Mapping[str, Sequence[Call]], budget: float) -> dict[str, Timing]:
+    """Wall time per call of each provider, within about `budget` seconds for all of them."""
+    for calls in sweeps.values():
+        _run(calls)
+    samples: dict[str, list[float]] = {name: [] for name in sweeps}
+    end = time.perf_counter() + budget
+    for done in range(MAX_ROUNDS):
+        if done >= MIN_ROUNDS and time.perf_counter() > end:
+            break
+        for name, calls in sweeps.items():
+            start = time.perf_counter()
+            _run(calls)
+            samples[name].append((time.perf_counter() - start) / len(calls))
+    return {name: summary(values, "wall") for name, values in samples.items()}
+
+
+def _run(calls: Sequence[Call]) -> Any:
+    answer = None
+    for call in calls:
+        answer = call()
+    return answer
+
+
+class CudaSweep:
+    """One provider's calls on a GPU, as a CUDA graph where they can be captured."""
+
+    def __init__(self, calls: Sequence[Call], capture: bool) -> None:
+        import torch
+
+        self.calls, self.method, self.answer, self.note = calls, "events", None, ""
+        # Warm up on another stream, as capture asks for; all calls, so that allocators have seen every size.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            _run(calls)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self._graph: Any = None
+        if capture:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    self.answer = _run(calls)  # of the last call, filled in by each replay
+            except (RuntimeError, ValueError) as error:
+                self.note = f"not captured: {str(error).splitlines()[0]}"
+                torch.cuda.synchronize()
+            else:
+                self._graph, self.method = graph, "graph"
+
+    def run(self) -> None:
+        """Enqueue one sweep."""
+        if self._graph is None:
+            _run(self.calls)
+        else:
+            self._graph.replay()
+
+
+def time_on_cuda(sweeps: Mapping[str, CudaSweep], budget: float) -> dict[str, Timing]:
+    """GPU time per call of each provider, within about `budget` seconds for all of them."""
+    import torch
+
+    samples: dict[str, list[float]] = {name: [] for name in sweeps}
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    end = time.perf_counter() + budget
+    for done in range(-1, MAX_ROUNDS):  # the first round warms up
+        if done >= MIN_ROUNDS and time.perf_counter() > end:
+            break
+        for name, sweep in sweeps.items():
+            if sweep.method == "graph":
+                sweep.run()  # keeps the GPU busy while the host launches the replay that is timed
+            start.record()
+            sweep.run()
+            stop.record()
+            stop.synchronize()
+            if done >= 0:
+                samples[name].append(start.elapsed_time(stop) / 1e3 / len(sweep.calls))
+    return {name: summary(values, sweeps[name].method) for name, values in samples.items()}
+
+
+def host_time(calls: Sequence[Call], budget: float = 0.1) -> Timing:
+    """Time until an eager call returns to the host; for a call that synchronises, all of it."""
+    import torch
+
+    samples: list[float] = []
+    end = time.perf_counter() + budget
+    while len(samples) < 5 * MIN_ROUNDS or time.perf_counter() < end:
+        torch.cuda.synchronize()
+        for call in calls[:HOST_CALLS]:
+            start = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return summary(samples, "host")
+
+
+def kernel_time(calls: Sequence[Call]) -> float:
+    """Microseconds per call that kernels run, gaps between them left out, by PyTorch's profiler; NaN without one."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    calls = calls[:HOST_CALLS]
+    torch.cuda.synchronize()
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            _run(calls)
+            torch.cuda.synchronize()
+        return float(sum(event.self_device_time_total for event in profiler.key_averages())) / len(calls)
+    except (RuntimeError, AttributeError):  # containers may forbid it, and its names have changed between versions
+        return math.nan
