@@ -70,6 +70,22 @@ def test_f01_residual_zero_everywhere() -> None:
     assert (got.tokens == [0, 3]).all()
 
 
+def test_f01_residual_zero_in_every_segment() -> None:
+    """The weights fall back to p and their segment sums do not: only the first segment would be drawn from."""
+    V = 3 * SEG
+    q, p = np.full((1, V), 2.0**-12, np.float32), np.full((2, V), 2.0**-14, np.float32)
+    got = verify_rows(p, q, [0], np.arange(200))
+    segments = got.tokens[got.num_accepted == 0, 0] // SEG
+    assert set(segments.tolist()) == {0, 1, 2}
+
+
+def test_f01_residual_zero_beside_a_one_hot_draft() -> None:
+    """The rejected id is removed from p itself, not from a copy: nothing is left to fall back to."""
+    got = verify_rows([[0, 0.5, 0], [0, 0.5, 0]], None, [1], np.arange(200))
+    assert (got.tokens[:, 0] == 1).all()
+    assert 50 < got.num_accepted.sum() < 150
+
+
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_f01_equal_rows_accept_everything(kind: str, rule: str) -> None:

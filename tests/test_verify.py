@@ -18,7 +18,7 @@ import cupyspec
 from cupyspec import Sampling, Sigmoid, Status, Token, Verification
 from cupyspec._segments import SEG
 from cupyspec.cpu.rows import Weights
-from cupyspec.testing import seed_with
+from cupyspec.testing import draws, seed_with
 from strategies import SCORE_TYPES, SIGMOIDS, TOKENS, VOCABULARIES, ChainCase, assert_agrees, chain_cases, logits
 
 SMALL = tuple(v for v in VOCABULARIES if v < 300)
@@ -299,6 +299,97 @@ def test_acceptance_turns_at_p_over_q(lenience: float) -> None:
     assert one_row([0.2, 0.8], [0.8, 0.2], 0, below, **options).num_accepted[0] == 1
     rejected = one_row([0.2, 0.8], [0.8, 0.2], 0, above, **options)
     assert rejected.tokens.tolist() == [[1, -1]]
+
+
+def test_acceptance_is_strict() -> None:
+    """Catches u q <= p: a coin of exactly p / q rejects."""
+    seed = 16_946_338  # seed_with((0.5, 0.5))
+    p, q = np.array([[[0.25, 0.75]] * 2], np.float32), np.array([[[0.5, 0.5]]], np.float32)
+    assert draws([seed], batch_size=1, num_draft_tokens=1, vocab_size=2).coins[0, 0] == 0.5
+    assert cupyspec.verify(np.array([[0]]), p, q, seed=[seed], scores="probs").tokens.tolist() == [[1, -1]]
+    p[0, 0, 0] = np.nextafter(np.float32(0.25), np.float32(1))
+    assert cupyspec.verify(np.array([[0]]), p, q, seed=[seed], scores="probs").num_accepted.tolist() == [1]
+
+
+FAULT_STATUS = {
+    ("target", np.nan): Status.TARGET_NOT_FINITE,
+    ("target", np.inf): Status.TARGET_NOT_FINITE,
+    ("target", -np.inf): Status.TARGET_EMPTY,
+    ("draft", np.nan): Status.DRAFT_INVALID,
+    ("draft", np.inf): Status.DRAFT_INVALID,
+    ("draft", -np.inf): Status.DRAFT_INVALID,
+}
+
+
+@pytest.mark.parametrize(("side", "value"), FAULT_STATUS)
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [Token(), Sigmoid()])
+def test_status_of_a_bad_row(side: str, value: float, position: int, draft_temperature: float, rule: Any) -> None:
+    """Catches a fault that is missed, takes another's name or reaches a neighbour: one score row of three is bad."""
+    target, draft = np.zeros((3, 3, 4), np.float32), np.zeros((3, 3, 4), np.float32)
+    target[..., 2] = draft[..., 2] = 9
+    (target if side == "target" else draft)[1, position] = value
+    # Coins below 0.4 accept every good draft, whatever the rule.
+    seed = next(s for s in range(100) if (draws([s], batch_size=1, num_draft_tokens=2, vocab_size=4).coins < 0.4).all())
+    got = cupyspec.verify(
+        np.full((3, 2), 2),
+        target,
+        draft[:, :2],
+        seed=np.full(3, seed),
+        rule=rule,
+        draft_sampling=Sampling(draft_temperature),
+    )
+    status, stop = FAULT_STATUS[side, value], position
+    not_read = side == "draft" and position == 2
+    # The sigmoid rule reads one score of a draft: -inf there is a draft that could not be, and is accepted.
+    accepted = side == "draft" and value == -np.inf and isinstance(rule, Sigmoid) and draft_temperature == 1
+    if not_read or accepted:
+        status, stop = Status(0), 2
+    assert got.status.tolist() == [0, status, 0]
+    assert got.num_accepted[[0, 1, 2]].tolist() == [2, stop, 2]
+    assert got.tokens[1, :stop].tolist() == [2] * stop
+    assert (got.tokens[1, stop:] == -1).all() == bool(status)
+
+
+LSE_FAULTS = [("target", 0, 1), ("target", 1, 1), ("target", 2, 1), ("draft", 0, 4), ("draft", 1, 4)]
+
+
+@pytest.mark.parametrize(("side", "position", "status"), LSE_FAULTS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_status_of_a_bad_log_normalizer(side: str, position: int, status: int, value: float, kind: Any) -> None:
+    """Catches a normaliser that is not finite where its row is needed, the one after the last draft among them."""
+    rows = np.zeros((2, 3, 4), np.float32)
+    normalizers = {"target": np.full((2, 3), np.log(4), kind), "draft": np.full((2, 2), np.log(4), kind)}
+    normalizers[side][1, position] = value
+    got = cupyspec.verify(
+        np.full((2, 2), 2),
+        rows,
+        rows[:, :2],
+        seed=[3, 3],
+        target_log_normalizer=normalizers["target"],
+        draft_log_normalizer=normalizers["draft"],
+    )
+    assert got.status.tolist() == [0, status]
+    assert got.num_accepted.tolist() == [2, position]
+    assert got.tokens[1].tolist() == [2] * position + [-1] * (3 - position)
+
+
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
+def test_subnormal_probabilities_count_as_zero(kind: Any) -> None:
+    """Catches values that a GPU flushes to 0 and the CPU does not: accepted at no coin, drawn never, an empty row alone."""
+    tiny = 2.0**-127
+    p = np.array([[[tiny, tiny, 2.0**-126], [tiny] * 3]]).astype(kind)
+    q = np.array([[[tiny, 2.0**-126, 0]]]).astype(kind)
+    for x in (0, 1):
+        got = cupyspec.verify(np.array([[x]]), p, q, seed=[seed_with((0, 0))], scores="probs")
+        assert (got.tokens.tolist(), got.status.tolist()) == ([[2, -1]], [0])
+    got = cupyspec.verify(np.array([[2]]), p, q, seed=0, scores="probs")
+    assert got.tokens.tolist() == [[2, -1]]
+    assert got.status.tolist() == [Status.TARGET_EMPTY]
+    tokens = cupyspec.sample(np.broadcast_to(p[0, 0], (500, 3)), seed=0, scores="probs").tokens
+    assert (tokens == 2).all()
 
 
 def test_shared_numbers() -> None:
