@@ -132,6 +132,8 @@ def _with_offset(address: int) -> tuple[int, int]:
 
 # One body of test, several libraries.
 
+NUMPY_WRITES_IMPORTS = np.from_dlpack(np.zeros(1)).flags.writeable  # not before NumPy 2.2
+
 
 class Frontend:
     """A library as the tests need it. `dtypes` are the score dtypes that it has on the CPU."""
@@ -139,7 +141,8 @@ class Frontend:
     name: str
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     token_dtypes: tuple[str, ...] = ("int32", "int64")
-    copies = False  # whether `from_memory` must copy, and answers cannot be written
+    copies = False  # whether `from_memory` must copy
+    writable = True  # whether out= can be of this library
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
         """A copy of NumPy values, converted to a dtype by name."""
@@ -207,6 +210,7 @@ class Jax(Frontend):
     name = "jax"
     token_dtypes = ("int32",)  # unless jax_enable_x64 is set
     copies = True
+    writable = False
 
     def __init__(self) -> None:
         self.jax = importlib.import_module("jax")
@@ -231,6 +235,7 @@ class Jax(Frontend):
 class Strict(Frontend):
     name = "array_api_strict"
     dtypes = ("float32",)  # the standard has no narrower ones
+    writable = NUMPY_WRITES_IMPORTS
 
     def __init__(self) -> None:
         self.xp = importlib.import_module("array_api_strict")
@@ -251,6 +256,7 @@ class HandMade(Frontend):
 
     name = "producer"
     dtypes = ("float32", "float16")  # NumPy takes no bfloat16 from a capsule
+    writable = NUMPY_WRITES_IMPORTS
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Producer:
         values = np.array(values, dtype=dtype)
