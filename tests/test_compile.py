@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda import nvrtc
 
 from cupyspec import _compile
 from cupyspec._compile import Specialisation
 from cupyspec._segments import SEG
 from cupyspec._sources import source
 from cupyspec.rules._launch import CHAIN_PARAMS, chain_specialisation
+from host_cuda import nvrtc
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 SCORES = ("float32", "float16", "bfloat16")
@@ -248,7 +248,9 @@ def _without_cupy(real: Any) -> Any:
 def test_two_cupy_wheels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"}.get(name) or _absent()
+        importlib.metadata,
+        "version",
+        lambda name: {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"}.get(name) or _absent(),
     )
     with pytest.raises(ImportError, match=r"cupy-cuda12x 14\.2\.0, cupy-cuda13x 14\.2\.0"):
         _compile.import_cupy()

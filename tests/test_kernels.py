@@ -8,17 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from host_cuda import backend as host_backend
-from host_cuda.backend import HostCuda, build, checked_call, kernels_on_host, library
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import logsumexp, softmax
 from scipy.stats import poisson
-from strategies import SCORE_TYPES, SIGMOIDS, TOKENS, ChainCase, assert_agrees, chain_cases
 
 import cupyspec
 from cupyspec import Sampling, Sigmoid, Token
@@ -29,6 +27,9 @@ from cupyspec._status import Status
 from cupyspec.reference.race import race
 from cupyspec.rules import _launch
 from cupyspec.rules._launch import CHAIN_PARAMS, PER_ROW, PER_ROW_TYPES, SCORES, chain_specialisation, run_chain
+from host_cuda import backend as host_backend
+from host_cuda.backend import HostCuda, build, checked_call, kernels_on_host, library
+from strategies import SCORE_TYPES, SIGMOIDS, TOKENS, ChainCase, assert_agrees, chain_cases
 
 pytestmark = pytest.mark.skipif(host_backend.compiler() is None, reason="needs g++")
 
@@ -414,16 +415,16 @@ def read(address: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_segment_sums_and_probabilities_are_good_to_1e_5(dtype: str, temperature: float) -> None:
     vocab, width = 2 * SEG + 77, 2
-    case = random_case(np.random.default_rng(10), batch=2, width=width, vocab=vocab, dtype=dtype, temperature=temperature)
+    case = random_case(
+        np.random.default_rng(10), batch=2, width=width, vocab=vocab, dtype=dtype, temperature=temperature
+    )
     _, pairs, _ = launched(case)
     assert case.draft is not None
     rows = np.concatenate([case.target, case.draft], axis=1).astype(np.float64) / np.float64(np.float32(temperature))
     for s in range(segment_count(vocab)):
         part = rows[..., s * SEG : (s + 1) * SEG]
         np.testing.assert_allclose(pairs[:, :, s, 0] / temperature, part.max(-1), rtol=1e-6)
-        np.testing.assert_allclose(
-            pairs[:, :, s, 1], np.exp(part - part.max(-1, keepdims=True)).sum(-1), rtol=1e-5
-        )
+        np.testing.assert_allclose(pairs[:, :, s, 1], np.exp(part - part.max(-1, keepdims=True)).sum(-1), rtol=1e-5)
     # What the acceptance test makes of them: exp(z / T - max) / sum over the segments.
     top = pairs[..., 0].max(-1, keepdims=True)
     total = (pairs[..., 1] * np.exp((pairs[..., 0] - top).astype(np.float64) / temperature)).sum(-1)
@@ -536,7 +537,7 @@ def test_machine_tells_deadlocks_and_divergence(machine: ctypes.CDLL) -> None:
 def test_machine_shows_races_and_uninitialised_shared_memory(machine: ctypes.CDLL) -> None:
     answers = {tuple(run(machine, "race", blocks=4, order=order)[1][:4]) for order in range(8)}
     assert len(answers) > 1
-    assert run(machine, "uninitialised")[1][0] & 0xFFFFFFFF == 0xA5A5A5A5
+    assert run(machine, "uninitialised")[1].view(np.uint32)[0] == 0xA5A5A5A5
 
 
 # ------------------------------------------------------------------------------------------------ sanitizers
@@ -548,10 +549,12 @@ def test_under_address_and_undefined_behaviour_sanitizers() -> None:
     compiler = host_backend.compiler()
     assert compiler is not None
     runtimes = [
-        subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for name in ("asan", "ubsan")
     ]
-    if not all(os.path.isabs(runtime) for runtime in runtimes):
+    if not all(Path(runtime).is_absolute() for runtime in runtimes):
         pytest.skip("this g++ has no sanitizers")
     environment = os.environ | {
         "CUPYSPEC_TEST_SANITIZE": "1",
