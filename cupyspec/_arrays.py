@@ -184,7 +184,7 @@ class _Torch(Library):
 
     def empty_cuda(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=("cuda", ordinal))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{ordinal}")
 
     def pointer_cuda(self, x: Any) -> int:
         return int(x.data_ptr())
