@@ -450,6 +450,20 @@ def test_bad_running_sums_are_clamped(bounds: list[int], tokens: Any, status: An
     assert got.tokens.tolist() == tokens
 
 
+def test_huge_unsigned_running_sums_are_clamped() -> None:
+    """Catches a running sum that becomes negative."""
+    got = cupyspec.verify(
+        np.zeros(3, np.int64),
+        np.ones((5, 4), np.float32),
+        seed=0,
+        sampling=Sampling(temperature=0),
+        cu_num_draft_tokens=np.array([0, 2**64 - 1, 2**63], np.uint64),
+        max_draft_tokens=2,
+    )
+    assert got.tokens.tolist() == [[0, 0, 0], [0, -1, -1]]
+    assert got.status.tolist() == [16, 16]
+
+
 @pytest.mark.parametrize("given", [[2**64 - 1, 2**63], [2**63, 1], [255, 0]])
 def test_huge_unsigned_lengths_are_clamped(given: list[int]) -> None:
     """Catches an unsigned length that becomes negative."""
