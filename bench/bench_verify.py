@@ -225,7 +225,7 @@ def check(providers: Sequence[Provider], device: str, say: Callable[[str], None]
 
 
 def run_case(
-    case: Case, providers: Sequence[Provider], budget: float, say: Callable[[str], None]
+    case: Case, providers: Sequence[Provider], budget: float, clock: str, say: Callable[[str], None]
 ) -> tuple[list[Result], Floor]:
     """Check each provider at the case's own shape, then time all."""
     calls: dict[str, list[Call]] = {}
@@ -244,7 +244,7 @@ def run_case(
     floor_names = ("a plain sum", "a plain copy")
     floor_calls = dict(zip(floor_names, read_floor_calls(case), strict=True))
     if case.device == "cpu":
-        timings = harness.time_on_cpu(calls | floor_calls, budget * len(calls))
+        timings = harness.time_on_cpu(calls | floor_calls, budget * len(calls), clock)
         results = [Result(name, timings[name], None, None) for name in calls]
         return results, Floor(*(timings[name] for name in floor_names))
 

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-KEY = ("op", "provider", "batch", "drafts", "vocab", "dtype", "acceptance_wanted", "threads")
+KEY = ("op", "provider", "batch", "drafts", "vocab", "dtype", "acceptance_wanted", "threads", "clock")
 COLUMNS = (
     *KEY,
     *("acceptance", "mean_accepted", "median_us", "q20_us", "q80_us", "samples", "method", "copies"),

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # an uninstalled checkout works
 
-from bench import bench_verify, peers, records
+from bench import bench_verify, harness, peers, records
 from bench.bench_verify import Shape
 
 LEGEND = (
@@ -34,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--acceptance", metavar="RATES", help="comma-separated acceptance rates, such as 0.8,0.5")
     p.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, help="PyTorch's threads on the CPU; default: all"
+    )
+    p.add_argument(
+        "--clock",
+        choices=tuple(harness.CLOCKS),
+        default="wall",
+        help="on the CPU; cpu: processor time, which other work disturbs less (with --threads 1)",
     )
     p.add_argument("--budget", type=float, help="seconds for each provider of a case")
     p.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE; rows of the same key are replaced")
@@ -82,12 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = shapes or list((bench_verify.QUICK_SHAPES if options.quick else bench_verify.SHAPES)[device])
     rates = rates or list(bench_verify.ACCEPTANCES[device][: 1 if options.quick else None])
     budget = options.budget or bench_verify.PROVIDER_BUDGET[device] * (0.4 if options.quick else 1)
-    facts = records.environment(device)
+    facts = records.environment(device) | {"clock": options.clock if device == "cpu" else ""}
     names = (
         "device",
         "driver",
         "cpu",
         "threads",
+        "clock",
         "load",
         "python",
         "numpy",
@@ -119,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         taking = [q for q in present if not q.left_out(device, shape.batch, shape.dtype)]
         try:
             case = bench_verify.make_case(shape, device, rate)
-            results, floor = bench_verify.run_case(case, taking, budget, say)
+            results, floor = bench_verify.run_case(case, taking, budget, options.clock, say)
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:  # the next case may still work
             say(f"NOT TIMED: {shape}: {type(error).__name__}: {error}")
             continue
