@@ -155,6 +155,38 @@ def test_a_million_ids() -> None:
     assert_agrees(on_host(case), case.oracle())
 
 
+@pytest.mark.parametrize("dtype", SCORE_TYPES)
+@pytest.mark.parametrize("vocab", [9, SMALL, 5 * SMALL + 17, 2 * SEG + 1])
+def test_ties_go_to_the_lowest_id(vocab: int, dtype: str) -> None:
+    """Among the ids of a thread, of a warp, and of segments; -0.0 is +0.0, and a subnormal is more than 0."""
+    rng = np.random.default_rng(vocab)
+    rows = np.full((60, 1, vocab), -3.0)
+    for row in rows[:, 0]:
+        best = rng.choice([2.0, 0.0])
+        row[rng.choice(vocab, rng.integers(1, 6))] = best
+        if best == 0:
+            row[row == 0] *= rng.choice([1.0, -1.0], int((row == 0).sum()))
+    rows[0] = -3.0
+    rows[0, 0, 1:5] = 0.0, -0.0, 1e-40 if dtype != "float16" else 6e-8, 0.0
+    want = np.argmax(rows[:, 0].astype(SCORE_TYPES[dtype]).astype(np.float64), axis=-1)
+    assert want[0] == 3
+    with kernels_on_host(HostCuda()):
+        got = cupyspec.sample(rows[:, 0].astype(SCORE_TYPES[dtype]), seed=0, sampling=Sampling(temperature=0))
+    assert (np.asarray(got.tokens) == want).all() and not np.asarray(got.status).any()
+
+
+@pytest.mark.parametrize("second", [2, 8, 300])  # ids of one thread, of two, of two warps
+def test_pick_at_a_boundary_takes_the_next_id(second: int) -> None:
+    """The smallest id whose running sum exceeds u W: u = 1/2 of two equal weights is the second."""
+    boundary_seed = np.array([9083354], np.uint64)  # its first pick is exactly 1/2
+    assert coin(draw_words(boundary_seed, 0, Purpose.DRAFT)[1]) == 0.5
+    probs = np.zeros((1, 310), np.float32)
+    probs[0, [0, second]] = 0.5
+    with kernels_on_host(HostCuda()):
+        got = cupyspec.sample(probs, seed=boundary_seed, scores="probs")
+    assert got.tokens.tolist() == [second]
+
+
 # ------------------------------------------------------------------------------------------------ what must not matter
 
 
