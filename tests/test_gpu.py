@@ -410,6 +410,7 @@ def test_no_synchronisation(torch_gpu: OnGpu) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of the capture that is refused
 def test_torch_graph(torch_gpu: OnGpu) -> None:
     """F23: randomness frozen into a graph, or an allocation inside one."""
     torch = torch_gpu.library
