@@ -58,8 +58,6 @@ def check_launch(
 
 def import_cupy() -> Any:
     """CuPy, or an ImportError that says what to install."""
-    if sys.modules.get("cupy") is not None:  # None: its import is forbidden
-        return sys.modules["cupy"]
     installed = []
     for wheel in _CUPY_WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -69,6 +67,8 @@ def import_cupy() -> Any:
             f"several CuPy packages are installed and overwrite each other's files: {', '.join(installed)}. "
             f"Uninstall all of them, then {INSTALL}"
         )
+    if sys.modules.get("cupy") is not None:  # None: its import is forbidden
+        return sys.modules["cupy"]
     if "CUPY_CACHE_DIR" not in os.environ and not _can_make(Path.home() / ".cupy" / "kernel_cache"):
         # CuPy makes this folder when imported; a home that cannot be written would make the import fail.
         os.environ["CUPY_CACHE_DIR"] = _temporary_cache()
