@@ -5,7 +5,7 @@ One size for every dtype, device and rule. It is part of the contract: the same 
 
 from __future__ import annotations
 
-SEG = 2048
+SEG = 1024
 
 
 def segment_count(vocab_size: int, segment: int = SEG) -> int:

@@ -5,8 +5,8 @@
 //   padded, ragged, or flattened ([T+B, V] and [T, V]); any outer strides.
 //   tokens [B, K+1]: the accepted prefix, one more token, then -1. num_accepted [B]. status [B].
 //
-// chain_stats   one warp: one segment of one score row -> one pair in scratch (segment.cuh). Rows that no decision
-// needs
+// chain_stats   one warp: one or two segments of one score row -> a pair each in scratch (segment.cuh). Rows that no
+// decision needs
 //               are not read. Also clears the race that chain_decide counts on: nothing survives a call.
 // chain_totals  one warp: the pairs of one score row -> one. Only launched where a batch row has many pairs.
 // chain_decide  blocks_per_row blocks: each decides the row from the pairs (the same in every block, so nothing is
@@ -32,6 +32,7 @@
 namespace cupyspec {
 
 constexpr int STATS_THREADS = 128;
+constexpr int PAIRED_SEGMENT = 1024;  // the largest segment of which a warp holds two without losing occupancy
 
 // n / d for n, d >= 0; a 64-bit division costs as much as a third of a segment.
 __device__ inline long long divide(long long n, long long d) {
@@ -41,14 +42,34 @@ __device__ inline long long divide(long long n, long long d) {
 // ---------------------------------------------------------------------------------------------------- chain_stats
 
 template <typename T>
-__device__ Pair warp_segment_pair_all(const T* scores, unsigned int segment, long long vocab, Need need, bool probs,
-                                      float scale) {
-    WarpSegment<T, SEG> mine;
-    mine.load(scores, segment, vocab, probs ? 0u : Storage<T>::NEG_INF);
+__device__ Pair warp_segment_pair_all(const WarpSegment<T, SEG>& mine, Need need, bool probs, float scale) {
     if (need == NEED_ARGMAX) {
         return mine.greedy_pair_all();
     }
     return probs ? mine.probability_pair_all() : mine.softmax_pair_all(scale);
+}
+
+// One segment of a score row, or it and the next: then all loads of both are in flight together.
+template <typename T>
+__device__ void warp_score_segments(const ChainParams& p, const T* scores, unsigned int segment, Need need, bool probs,
+                                    float scale, Pair* pairs) {
+    const unsigned int fill = probs ? 0u : Storage<T>::NEG_INF;
+    const bool two = SEG <= PAIRED_SEGMENT && p.segments_per_warp == 2 && segment + 1 < p.segments;
+    WarpSegment<T, SEG> first, second;
+    first.load(scores, segment, p.vocab_size, fill);
+    if (two) {
+        second.load(scores, segment + 1, p.vocab_size, fill);
+    }
+    const Pair pair = warp_segment_pair_all(first, need, probs, scale);
+    if (lane_index() == 0) {
+        pairs[segment] = pair;
+    }
+    if (two) {
+        const Pair next = warp_segment_pair_all(second, need, probs, scale);
+        if (lane_index() == 0) {
+            pairs[segment + 1] = next;
+        }
+    }
 }
 
 __device__ void warp_stats(const ChainParams& p, long long b, int slot, unsigned int segment) {
@@ -62,15 +83,12 @@ __device__ void warp_stats(const ChainParams& p, long long b, int slot, unsigned
         return;
     }
     const float scale = slot_scale(p, row, slot);
-    Pair pair;
+    Pair* pairs = p.pairs + pair_row(p, row, slot) * p.segments;
     if (slot <= p.num_drafts) {
-        pair = warp_segment_pair_all(target_row(p, row, slot), segment, p.vocab_size, need, p.target.probs, scale);
+        warp_score_segments(p, target_row(p, row, slot), segment, need, p.target.probs, scale, pairs);
     } else {
         const int i = slot - (int)p.num_drafts - 1;
-        pair = warp_segment_pair_all(draft_row(p, row, i), segment, p.vocab_size, need, p.draft.probs, scale);
-    }
-    if (lane_index() == 0) {
-        p.pairs[pair_row(p, row, slot) * p.segments + segment] = pair;
+        warp_score_segments(p, draft_row(p, row, i), segment, need, p.draft.probs, scale, pairs);
     }
 }
 
@@ -310,10 +328,12 @@ extern "C" __global__ void __launch_bounds__(cupyspec::STATS_THREADS)
     chain_stats(const __grid_constant__ cupyspec::ChainParams p) {
     using namespace cupyspec;
     const long long warps = (long long)gridDim.x * (STATS_THREADS / LANES);
-    const long long items = p.batch_size * slots_per_row(p) * p.segments;
+    const long long per_row = divide(p.segments + p.segments_per_warp - 1, p.segments_per_warp);
+    const long long items = p.batch_size * slots_per_row(p) * per_row;
     for (long long item = (long long)blockIdx.x * (STATS_THREADS / LANES) + warp_index(); item < items; item += warps) {
-        const long long score_row = divide(item, p.segments), b = divide(score_row, slots_per_row(p));
-        warp_stats(p, b, (int)(score_row - b * slots_per_row(p)), (unsigned int)(item - score_row * p.segments));
+        const long long score_row = divide(item, per_row), b = divide(score_row, slots_per_row(p));
+        const unsigned int segment = (unsigned int)((item - score_row * per_row) * p.segments_per_warp);
+        warp_stats(p, b, (int)(score_row - b * slots_per_row(p)), segment);
     }
 }
 

@@ -20,7 +20,7 @@
 #define CHAIN_RULE RULE_TOKEN
 #endif
 #ifndef SEGMENT
-#define SEGMENT 2048
+#define SEGMENT 1024
 #endif
 
 namespace cupyspec {
@@ -74,11 +74,12 @@ struct ChainParams {
     unsigned long long* race;  // scratch [B]: smallest (key, segment)
     unsigned int* arrived;     // scratch [B]: blocks that raced (low 24 bits), what they saw (high 8)
     long long batch_size, num_drafts, vocab_size, segments;
-    long long all_drafts;      // flattened: T
-    long long blocks_per_row;  // of chain_decide
-    double lenience;           // Token
-    double alpha, beta;        // Sigmoid
-    int purpose;               // sample()'s, or 0
+    long long all_drafts;         // flattened: T
+    long long blocks_per_row;     // of chain_decide
+    long long segments_per_warp;  // of chain_stats: 1 or 2
+    double lenience;              // Token
+    double alpha, beta;           // Sigmoid
+    int purpose;                  // sample()'s, or 0
     int seed_kind;
     int has_draft;  // 0: one-hot drafts
     int flattened;

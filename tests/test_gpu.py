@@ -20,7 +20,7 @@ import cupyspec
 from cupyspec import Sampling, Sigmoid, Status, Token, Verification
 from cupyspec._segments import SEG
 from cupyspec.reference import sigmoid as sigmoid_reference
-from tests.strategies import SIGMOIDS, TOKENS, ChainCase, assert_agrees, chain_cases
+from strategies import SIGMOIDS, TOKENS, ChainCase, assert_agrees, chain_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -86,6 +86,7 @@ CHAIN_PARAMS = np.dtype(
         ("segments", "i8"),
         ("all_drafts", "i8"),
         ("blocks_per_row", "i8"),
+        ("segments_per_warp", "i8"),
         ("lenience", "f8"),
         ("alpha", "f8"),
         ("beta", "f8"),
@@ -118,6 +119,7 @@ _SEED_SPLIT, _SEED_PER_ROW, _SEED_PAIRS = range(3)
 
 MAX_DRAFTS = 255  # as chain.cu
 _STATS_WARPS, _DECIDE_WARPS = 4, 8
+_PAIRED_SEGMENT = 1024  # as chain.cu
 _GRID_LIMIT = 2**31 - 1
 _TOTALS_ABOVE = 32 * 1024  # bytes of pairs a batch row may have before chain_totals reduces them
 _COMPACT_ABOVE = 512 * 1024  # bytes of pairs a ragged layout may leave unused
@@ -259,6 +261,10 @@ def run_chain(
     if drafts:
         blocks_per_row = max(1, min(-(-segments // _DECIDE_WARPS), 4 * backend.multiprocessors // batch))
 
+    # Two segments a warp keep more bytes in flight, once single ones fill the device many times over.
+    many = batch * slots * segments > 64 * backend.multiprocessors
+    segments_per_warp = 2 if many and call.segment <= _PAIRED_SEGMENT else 1
+
     seed, seed_word_stride, seed_kind = _seed(call.seed)
     token_strides = (0, 0)
     if call.draft_tokens is not None:
@@ -292,6 +298,7 @@ def run_chain(
             segments,
             all_drafts,
             blocks_per_row,
+            segments_per_warp,
             1.0 if isinstance(rule, Sigmoid) else rule.lenience,
             alpha,
             beta,
@@ -317,7 +324,8 @@ def run_chain(
             specialisation=specialisation, name=name, grid=min(blocks, _GRID_LIMIT), block=32 * warps, params=params
         )
 
-    launch("chain_stats", -(-batch * slots * segments // _STATS_WARPS), _STATS_WARPS)
+    items = batch * slots * -(-segments // segments_per_warp)
+    launch("chain_stats", -(-items // _STATS_WARPS), _STATS_WARPS)
     if with_totals:
         launch("chain_totals", -(-batch * slots // _STATS_WARPS), _STATS_WARPS)
     launch("chain_decide", batch * blocks_per_row, _DECIDE_WARPS)

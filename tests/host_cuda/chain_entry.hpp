@@ -52,6 +52,7 @@ extern "C" const long long* host_cuda_layout() {
                                        offsetof(P, segments),
                                        offsetof(P, all_drafts),
                                        offsetof(P, blocks_per_row),
+                                       offsetof(P, segments_per_warp),
                                        offsetof(P, lenience),
                                        offsetof(P, alpha),
                                        offsetof(P, beta),
