@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,6 +74,19 @@ def test_counter_layout(seed: int, step: int, purpose: Purpose, position: int, d
     expected = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
     got = draw_words(seed, step, purpose, position=position, draw=draw, segment=segment, words=4)
     assert [int(v) for v in got] == expected
+
+
+@given(st.lists(SEEDS, min_size=1, max_size=4), st.integers(0, 2**56 - 1), st.integers(0, 2**16 - 1), st.integers(0, 9))
+def test_few_and_many_counters_agree(seeds: list[int], step: int, position: int, segments: int) -> None:
+    """Catches a carry between the lanes of a Python integer: a token would depend on how many are drawn together."""
+    seed = np.array(seeds, np.uint64)[:, None]
+    where = {"position": position, "draw": [[position]], "segment": 2**32 - 1 - np.arange(segments), "words": 4}
+    few = draw_words(seed, step, Purpose.SPLIT, **where)
+    with mock.patch("cupyspec._philox._FEW", -1):
+        many = draw_words(seed, step, Purpose.SPLIT, **where)
+    np.testing.assert_array_equal(few, many)
+    assert [(v.shape, v.dtype) for v in few] == [(v.shape, v.dtype) for v in many]
+    assert few[0].shape == (len(seeds), segments)
 
 
 def test_purposes_are_distinct_bytes() -> None:

@@ -7,22 +7,20 @@ a rejection are never read. A row's answer depends on that row alone: every sum 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from enum import Enum, auto
 
 import numpy as np
-import numpy.typing as npt
 
 from cupyspec._arrays import aligned_empty, host
 from cupyspec._call import ChainCall, ChainResult
 from cupyspec._philox import Purpose, UInt64, coin, draw_words, split_seed
 from cupyspec._status import Status
 from cupyspec.cpu.race import race
-from cupyspec.cpu.rows import Bools, Float32, Indices, Rows, Side, Statuses, Weights, per_row
+from cupyspec.cpu.rows import Bools, Float64, Indices, Rows, Side, Statuses, Weights, per_row
 from cupyspec.cpu.rules import Proposal, accept, residual
 from cupyspec.rules import Sigmoid, Token
 
-Kinds = npt.NDArray[np.signedinteger[Any]]
-_GREEDY, _SAMPLED, _GREEDY_DRAFT = 0, 1, 2  # of a batch row; the last: sampled, with drafts from an argmax
+_LENGTH_OUT_OF_RANGE, _TOKEN_OUT_OF_RANGE = np.int32(Status.LENGTH_OUT_OF_RANGE), np.int32(Status.TOKEN_OUT_OF_RANGE)
 
 _BLOCK_SCORES = 1 << 18  # scores of one side looked at together: 1 MiB of float32, about a core's L2
 _BLOCK_ROWS = 4096  # rows whose coins are drawn together
@@ -34,10 +32,18 @@ def run(call: ChainCall, rule: Token | Sigmoid) -> ChainResult:
         return _Chain(call, rule).run()
 
 
+class _Kind(Enum):
+    """How a row is treated, by its temperatures."""
+
+    GREEDY = auto()
+    SAMPLED = auto()
+    GREEDY_DRAFT = auto()  # sampled, with drafts from an argmax
+
+
 class _Chain:
     def __init__(self, call: ChainCall, rule: Token | Sigmoid) -> None:
         self.call, self.rule = call, rule
-        batch, rows = call.batch_size, np.arange(call.batch_size)
+        batch = call.batch_size
         self.log_normalizer = None if call.purpose is None else aligned_empty((batch,), np.float32)
         self.result = ChainResult(
             tokens=aligned_empty((batch, call.num_drafts + 1), call.token_dtype),
@@ -50,14 +56,12 @@ class _Chain:
             if values is not None:
                 values.fill(0)
         self.drafts, self.lengths, starts = self._read_drafts()
-        self.target = Side(call, call.target, None if starts is None else starts + rows)
+        self.target = Side(call, call.target, None if starts is None else starts + np.arange(batch))
         self.draft = None if call.draft is None else Side(call, call.draft, starts)
-        self.kind: Kinds = np.where(self.target.greedy, _GREEDY, _SAMPLED)
-        if self.draft is not None:
-            self.kind[self.draft.greedy & ~self.target.greedy] = _GREEDY_DRAFT
         self.seeds: UInt64 = split_seed(call.seed, batch) if isinstance(call.seed, int) else host(call.seed)
-        self.steps: UInt64 = per_row(call.step, batch).astype(np.uint64)
-        self.position, self.draw = per_row(call.position, batch), per_row(call.draw, batch)
+        self.steps: UInt64 = per_row(call.step, batch, np.uint64)
+        if call.purpose is not None:
+            self.position, self.draw = (per_row(v, batch, np.uint64) for v in (call.position, call.draw))
 
     def _read_drafts(self) -> tuple[Indices, Indices, Indices | None]:
         """Draft ids [B, K], how many of them each row has, and where its rows start when flattened."""
@@ -83,16 +87,20 @@ class _Chain:
             wrong = (given < 0) | (given > width)
             lengths = np.clip(given, 0, width).astype(np.intp)
         else:
-            wrong, lengths = np.zeros(batch, np.bool_), np.full(batch, width)
-        status[wrong] |= Status.LENGTH_OUT_OF_RANGE
+            wrong, lengths = None, np.full(batch, width)
+        if wrong is not None:
+            status[wrong] |= _LENGTH_OUT_OF_RANGE
 
-        ends_row = (ids < 0) | (ids >= call.vocab_size) | (np.arange(width) >= lengths[:, None])
-        first = np.where(ends_row, np.arange(width), width).min(axis=1, initial=width)
-        cut = np.flatnonzero(first < lengths)
-        out_of_range = cut[ids[cut, first[cut]] != -1]
-        status[out_of_range] |= Status.TOKEN_OUT_OF_RANGE
-        # Ids behind a row's end may be anything: no longer looked at, they must still index.
-        return np.where(ends_row, 0, ids).astype(np.intp), first, starts
+        columns = np.arange(width)
+        ends_row = (ids < 0) | (ids >= call.vocab_size) | (columns >= lengths[:, None])
+        if ends_row.any():
+            first = np.where(ends_row, columns, width).min(axis=1)
+            cut = np.flatnonzero(first < lengths)
+            out_of_range = cut[ids[cut, first[cut]] != -1]
+            status[out_of_range] |= _TOKEN_OUT_OF_RANGE
+            # Ids behind a row's end may be anything: no longer looked at, they must still index.
+            ids, lengths = np.where(ends_row, 0, ids), first
+        return ids.astype(np.intp, copy=False), lengths, starts
 
     def run(self) -> ChainResult:
         rows = np.arange(self.call.batch_size)
@@ -100,80 +108,83 @@ class _Chain:
             active = host(self.call.active).astype(np.bool_)
             rows = rows[active]
             self.result.status[~active] = 0
-        for start in range(0, rows.size, _BLOCK_ROWS):
-            self._walk(rows[start : start + _BLOCK_ROWS])
+        for kind, of_kind in self._by_kind(rows):
+            for start in range(0, of_kind.size, _BLOCK_ROWS):
+                self._walk(of_kind[start : start + _BLOCK_ROWS], kind)
         return self.result
 
-    def _walk(self, alive: Indices) -> None:
+    def _by_kind(self, rows: Indices) -> Iterator[tuple[_Kind, Indices]]:
+        """Rows that are treated alike."""
+        greedy = self.target.greedy[rows]
+        yield _Kind.GREEDY, rows[greedy]
+        rows = rows[~greedy]
+        if self.draft is not None:
+            greedy = self.draft.greedy[rows]
+            yield _Kind.GREEDY_DRAFT, rows[greedy]
+            rows = rows[~greedy]
+        yield _Kind.SAMPLED, rows
+
+    def _walk(self, alive: Indices, kind: _Kind) -> None:
         """Take rows down the chain until none is left."""
-        width = int(self.lengths[alive].max(initial=0))
-        (word,) = draw_words(
-            self.seeds[alive, None],
-            self.steps[alive, None],
-            Purpose.ACCEPT,
-            position=np.arange(width)[None, :],
-            words=1,
-        )
-        coins = coin(word)
-        where = np.arange(alive.size)  # of the alive rows in coins
+        width = int(self.lengths[alive].max())
+        coins = np.empty((alive.size, width)) if kind == _Kind.GREEDY else self._coins(alive, width)
         for i in range(width + 1):
             at_end = self.lengths[alive] == i
-            for block in self._blocks(np.flatnonzero(at_end)):
-                self._finish(alive[block], i)
-            alive, where = alive[~at_end], where[~at_end]
-            accepted = np.zeros(alive.size, np.bool_)
-            for block in self._blocks(np.arange(alive.size)):
-                accepted[block] = self._step(alive[block], i, coins[where[block], i])
-            alive, where = alive[accepted], where[accepted]
+            if at_end.any():
+                ending = alive[at_end]
+                for block in self._blocks(ending):
+                    self._finish(ending[block], i, kind)
+                alive, coins = alive[~at_end], coins[~at_end]
+            accepted = np.empty(alive.size, np.bool_)
+            for block in self._blocks(alive):
+                accepted[block] = self._step(alive[block], i, kind, coins[block, i])
+            if not accepted.all():
+                alive, coins = alive[accepted], coins[accepted]
 
-    def _blocks(self, rows: Indices) -> Iterator[Indices]:
+    def _coins(self, b: Indices, width: int) -> Float64:
+        seeds, steps = self.seeds[b, None], self.steps[b, None]
+        (word,) = draw_words(seeds, steps, Purpose.ACCEPT, position=np.arange(width), words=1)
+        return coin(word).astype(np.float64)
+
+    def _blocks(self, rows: Indices) -> Iterator[slice]:
         size = max(1, _BLOCK_SCORES // self.call.vocab_size)
-        for start in range(0, rows.size, size):
-            yield rows[start : start + size]
+        return (slice(start, start + size) for start in range(0, rows.size, size))
 
-    def _step(self, b: Indices, i: int, coins: Float32) -> Bools:
+    def _step(self, b: Indices, i: int, kind: _Kind, coins: Float64) -> Bools:
         """Test the drafts of rows b at position i and answer the rows that stop there. True: accepted."""
-        accepted = np.zeros(b.size, np.bool_)
-        test_of_kind = {_GREEDY: self._test_greedy, _SAMPLED: self._test_sampled, _GREEDY_DRAFT: self._test_sampled}
-        for kind, rows in _groups(self.kind[b]):
-            accepted[rows] = test_of_kind[kind](b[rows], i, coins[rows])
-        self.result.tokens[b[accepted], i] = self.drafts[b[accepted], i]
-        self.result.num_accepted[b[accepted]] = i + 1
+        x, target = self.drafts[b, i], Rows(self.target, b, i)
+        if kind == _Kind.GREEDY:
+            tokens, status = target.scores.argmax(axis=1), target.status
+            accepted = (status == 0) & (tokens == x)
+        else:
+            draft = None if self.draft is None else Rows(self.draft, b, i)
+            proposal = Proposal(x, target, draft, kind == _Kind.GREEDY_DRAFT)
+            accepted, status = accept(self.rule, proposal, coins)
+            tokens = np.zeros(b.size, np.intp)
+            rejected = np.flatnonzero(~accepted & (status == 0))
+            if rejected.size:
+                weights, status[rejected] = residual(self.rule, proposal.take(rejected))
+                tokens[rejected] = self._race(b[rejected], i, weights, Purpose.RESIDUAL)
+        if not accepted.all():
+            stopped = ~accepted
+            self._answer(b[stopped], i, tokens[stopped], status[stopped])
         return accepted
 
-    def _test_greedy(self, b: Indices, i: int, coins: Float32) -> Bools:
-        rows = Rows(self.target, b, i)
-        best, status = np.argmax(rows.scores, axis=1), rows.status
-        accepted = (status == 0) & (best == self.drafts[b, i])
-        self._answer(b[~accepted], i, best[~accepted], status[~accepted])
-        return accepted
-
-    def _test_sampled(self, b: Indices, i: int, coins: Float32) -> Bools:
-        draft = None if self.draft is None else Rows(self.draft, b, i)
-        draft_greedy = self.kind[b[0]] == _GREEDY_DRAFT
-        proposal = Proposal(self.drafts[b, i], Rows(self.target, b, i), draft, draft_greedy)
-        accepted, status = accept(self.rule, proposal, coins)
-        rejected = np.flatnonzero(~accepted & (status == 0))
-        if rejected.size:
-            weights, status[rejected] = residual(self.rule, proposal.take(rejected))
-            tokens = self._race(b[rejected], i, weights, Purpose.RESIDUAL)
-            self._answer(b[rejected], i, tokens, status[rejected])
-        self.result.status[b] |= status
-        return accepted
-
-    def _finish(self, b: Indices, i: int) -> None:
+    def _finish(self, b: Indices, i: int, kind: _Kind) -> None:
         """Answer rows b, whose next token comes from the target at position i without a rejection."""
-        for kind, subset in _groups(np.minimum(self.kind[b], _SAMPLED)):
-            rows = Rows(self.target, b[subset], i)
-            if kind == _GREEDY:
-                tokens, status, log_sum = np.argmax(rows.scores, axis=1), rows.status, np.zeros(subset.size)
+        rows = Rows(self.target, b, i)
+        if kind == _Kind.GREEDY:
+            tokens, status = rows.scores.argmax(axis=1), rows.status
+        else:
+            tokens = self._race(b, i, rows.weights, self.call.purpose or Purpose.BONUS)
+            status = rows.status | rows.normalizer_status
+        self._answer(b, i, tokens, status)
+        if self.log_normalizer is not None:
+            if kind == _Kind.GREEDY:
+                log_sum = np.zeros(b.size)
             else:
-                tokens = self._race(rows.b, i, rows.weights, self.call.purpose or Purpose.BONUS)
-                status = rows.status | rows.normalizer_status
                 log_sum = rows.top / rows.temperature.astype(np.float64) + np.log(rows.weights.total())
-            self._answer(rows.b, i, tokens, status)
-            if self.log_normalizer is not None:
-                self.log_normalizer[rows.b] = np.where(status, np.nan, log_sum)
+            self.log_normalizer[b] = np.where(status, np.nan, log_sum)
 
     def _race(self, b: Indices, i: int, weights: Weights, purpose: Purpose) -> Indices:
         sampling = self.call.purpose is not None
@@ -182,20 +193,14 @@ class _Chain:
             self.seeds[b],
             self.steps[b],
             purpose,
-            position=self.position[b] if sampling else np.full(b.size, i),
-            draw=self.draw[b],
+            position=self.position[b] if sampling else i,
+            draw=self.draw[b] if sampling else 0,
             segment=self.call.segment,
         )
 
     def _answer(self, b: Indices, i: int, tokens: Indices, status: Statuses) -> None:
-        """Write the token that ends rows b at position i, or -1 where their rows cannot be used."""
+        """Write the answer of rows b, which end at position i with a token, or -1 where their rows cannot be used."""
+        self.result.tokens[b, :i] = self.drafts[b, :i]
         self.result.tokens[b, i] = np.where(status, -1, tokens)
+        self.result.num_accepted[b] = i
         self.result.status[b] |= status
-
-
-def _groups(kinds: Kinds) -> Iterator[tuple[int, Indices]]:
-    """Each kind that occurs, and where."""
-    for kind in (_GREEDY, _SAMPLED, _GREEDY_DRAFT):
-        rows = np.flatnonzero(kinds == kind)
-        if rows.size:
-            yield kind, rows

@@ -17,25 +17,25 @@ def race(
     steps: UInt64,
     purpose: Purpose,
     *,
-    position: npt.NDArray[Any],
-    draw: npt.NDArray[Any],
+    position: int | npt.NDArray[Any],
+    draw: int | npt.NDArray[Any],
     segment: int,
 ) -> Indices:
     """One id [R] per row, with probability proportional to its weights."""
     w, masses = weights
-    rows = np.arange(len(seeds))
+    rows, segments = (np.arange(size) for size in masses.shape)
     exponential, pick = draw_words(
         seeds[:, None],
         steps[:, None],
         purpose,
-        position=position[:, None],
-        draw=draw[:, None],
-        segment=np.arange(masses.shape[1])[None, :],
+        position=np.asarray(position)[..., None],
+        draw=np.asarray(draw)[..., None],
+        segment=segments,
     )
     keys = np.where(masses > 0, unit_exponential(exponential) / masses, np.inf)
-    winner = np.argmin(keys, axis=1)
+    winner = keys.argmin(axis=1)
     start = winner * segment
-    if masses.shape[1] == 1:
+    if segments.size == 1:
         inside = w
     elif rows.size == 1:
         inside = w[:, start[0] : start[0] + segment]
@@ -43,6 +43,6 @@ def race(
         ids = start[:, None] + np.arange(segment)
         inside = w[rows[:, None], np.minimum(ids, w.shape[1] - 1)]
         inside[ids >= w.shape[1]] = 0
-    running = np.cumsum(inside, axis=1, dtype=np.float64)
+    running = inside.cumsum(axis=1, dtype=np.float64)
     threshold = coin(pick[rows, winner]) * running[:, -1]
-    return start + np.sum(running <= threshold[:, None], axis=1)
+    return start + (running <= threshold[:, None]).sum(axis=1)

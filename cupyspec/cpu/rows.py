@@ -19,6 +19,9 @@ Float64 = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Statuses = npt.NDArray[np.int32]
 
+# As NumPy numbers: an enum's members are slow in arithmetic with arrays.
+NOT_FINITE, EMPTY = np.int32(Status.TARGET_NOT_FINITE), np.int32(Status.TARGET_EMPTY)
+DRAFT_INVALID = np.int32(Status.DRAFT_INVALID)
 SMALLEST = np.float32(2.0**-126)  # temperatures below it are greedy, probabilities below it are 0
 
 
@@ -42,13 +45,15 @@ class Weights(NamedTuple):
 
     def total(self) -> Float64:
         """Sum of each row."""
-        return self.masses.sum(axis=1, dtype=np.float64)
+        total: Float64 = np.add.reduce(self.masses, axis=1, dtype=np.float64)
+        return total
 
 
-def per_row(value: float | Array, batch_size: int) -> npt.NDArray[Any]:
+def per_row(value: float | Array, batch_size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """A parameter's value for each of B rows."""
-    values = host(value) if isinstance(value, Array) else np.asarray(value)
-    return np.broadcast_to(values, (batch_size,))
+    if isinstance(value, Array):
+        return host(value).astype(dtype, copy=False)
+    return np.full(batch_size, value, dtype)
 
 
 class Side:
@@ -59,7 +64,8 @@ class Side:
         self._starts = starts  # flattened: index of each batch row's first score row
         self.segment = call.segment
         self.probs = scores.probs
-        self.temperature = per_row(scores.temperature, call.batch_size).astype(np.float32)
+        self.temperature = per_row(scores.temperature, call.batch_size, np.float32)
+        self.tempered = bool((self.temperature != 1).any())
         self.greedy: Bools = (self.temperature < SMALLEST) & (not scores.probs)
         self.log_normalizer = None if scores.log_normalizer is None else host(scores.log_normalizer)
 
@@ -70,10 +76,10 @@ class Side:
     def load(self, b: Indices, i: int) -> Float32:
         """Scores [R, V] of position i, perhaps a view of the caller's memory."""
         columns = slice(self._vocab_size)
-        if b.size == 1:  # a plain index, so that a float32 row is not copied
-            row = tuple(v[0] if isinstance(v, np.ndarray) else v for v in self._at(b, i))
-            return as_float32(self._array, (*row, columns))[None, :]
-        return as_float32(self._array, (*self._at(b, i), columns))
+        row, *position = self._at(b, i)
+        if b.size == 1:  # a slice, so that a float32 row is not copied
+            row = slice(row[0], row[0] + 1)
+        return as_float32(self._array, (row, *position, columns))
 
     def score(self, b: Indices, i: int, x: Indices) -> Float32:
         """Scores [R] of ids x at position i."""
@@ -103,12 +109,10 @@ class Rows:
             return self
         taken = Rows(self.side, self.b[rows], self.i)
         read = vars(self)
-        if "scores" in read:
-            taken.scores = self.scores[rows]
-        if "_judged" in read:
-            taken._judged = self.top[rows], self.status[rows]
+        for name in read.keys() & {"scores", "top", "status", "scale"}:
+            setattr(taken, name, read[name][rows])
         if "weights" in read:
-            taken.weights = Weights(self.weights.w[rows], self.weights.masses[rows])
+            taken.weights = Weights(*(values[rows] for values in self.weights))
         return taken
 
     @cached_property
@@ -117,26 +121,18 @@ class Rows:
         return self.side.load(self.b, self.i)
 
     @cached_property
-    def _judged(self) -> tuple[Float32, Statuses]:
-        highest = np.max(self.scores, axis=1)  # NaN if any is
-        status = np.zeros(highest.size, np.int32)
-        if self.side.probs:
-            status[highest < SMALLEST] = Status.TARGET_EMPTY
-            status[~np.isfinite(highest) | (np.min(self.scores, axis=1) < 0)] = Status.TARGET_NOT_FINITE
-        else:
-            status[highest == -np.inf] = Status.TARGET_EMPTY
-            status[np.isnan(highest) | (highest == np.inf)] = Status.TARGET_NOT_FINITE
-        return np.where(status, np.float32(0), highest), status
-
-    @property
     def top(self) -> Float32:
-        """The highest score of each row, 0 if the row has a fault."""
-        return self._judged[0]
+        """The highest score of each row, NaN if any is."""
+        highest: Float32 = np.maximum.reduce(self.scores, axis=1)
+        return highest
 
-    @property
+    @cached_property
     def status(self) -> Statuses:
         """What is wrong with each whole row."""
-        return self._judged[1]
+        not_finite, empty = ~(self.top < np.inf), self.top < SMALLEST if self.side.probs else self.top == -np.inf
+        if self.side.probs:
+            not_finite |= np.minimum.reduce(self.scores, axis=1) < 0
+        return np.where(not_finite, NOT_FINITE, empty * EMPTY)
 
     @cached_property
     def weights(self) -> Weights:
@@ -144,12 +140,12 @@ class Rows:
         if self.side.probs:
             return Weights.of(_flushed(self.scores), self.side.segment)
         w = self.scores - self.top[:, None]
-        if (self.temperature != 1).any():
+        if self.side.tempered:
             w /= self.temperature[:, None]
         np.exp(w, out=w)
         return Weights.of(w, self.side.segment)
 
-    @property
+    @cached_property
     def scale(self) -> Float64:
         """What the weights are divided by to be probabilities."""
         if self.side.probs:
@@ -165,7 +161,7 @@ class Rows:
         normalizer = self.side.normalizer(self.b, self.i)
         if normalizer is None:
             return np.zeros(self.b.size, np.int32)
-        return np.where(np.isfinite(normalizer), 0, Status.TARGET_NOT_FINITE).astype(np.int32)
+        return ~np.isfinite(normalizer) * NOT_FINITE
 
     def probability(self, x: Indices) -> tuple[Float64, Statuses]:
         """Probabilities [R] of ids x, and the status of what was read for them."""
@@ -187,12 +183,12 @@ class Rows:
     @staticmethod
     def judge_single(score: npt.NDArray[np.floating[Any]]) -> Statuses:
         """Status of rows of which one logit [R] alone is read."""
-        return np.where(np.isnan(score) | (score == np.inf), Status.TARGET_NOT_FINITE, 0).astype(np.int32)
+        return ~(score < np.inf) * NOT_FINITE
 
 
 def as_draft_status(status: Statuses) -> Statuses:
     """Faults of a draft row, which have one bit together."""
-    return np.where(status, Status.DRAFT_INVALID, 0).astype(np.int32)
+    return (status != 0) * DRAFT_INVALID
 
 
 def _flushed(values: Float32) -> Float32:

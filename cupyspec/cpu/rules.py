@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import expit
 
-from cupyspec.cpu.rows import Bools, Float32, Float64, Indices, Rows, Statuses, Weights, as_draft_status
+from cupyspec.cpu.rows import Bools, Float64, Indices, Rows, Statuses, Weights, as_draft_status
 from cupyspec.rules import Sigmoid, Token
 
 
@@ -30,11 +30,11 @@ class Proposal:
         if self.draft is None:
             return self.x, np.zeros(self.x.size, np.int32)
         if self.draft_greedy:
-            return np.argmax(self.draft.scores, axis=1), as_draft_status(self.draft.status)
+            return self.draft.scores.argmax(axis=1), as_draft_status(self.draft.status)
         return None
 
 
-def accept(rule: Token | Sigmoid, proposal: Proposal, coins: Float32) -> tuple[Bools, Statuses]:
+def accept(rule: Token | Sigmoid, proposal: Proposal, coins: Float64) -> tuple[Bools, Statuses]:
     """Which drafts are accepted [R], and the status of what was read: never accepted where it is not 0."""
     x, target = proposal.x, proposal.target
     lenience = rule.lenience if isinstance(rule, Token) else 1.0
@@ -54,8 +54,8 @@ def accept(rule: Token | Sigmoid, proposal: Proposal, coins: Float32) -> tuple[B
         q, draft_status = proposal.draft.probability(x)
         draft_status = as_draft_status(draft_status)
     status = status | draft_status
-    # The coin is compared in float64, p(x) formed from float32 sums: tiny probabilities keep their ratio.
-    return (status == 0) & (p > 0) & (coins.astype(np.float64) * lenience * q < p), status
+    # Compared in float64, p(x) formed from float32 sums: tiny probabilities keep their ratio.
+    return (status == 0) & (p > 0) & (coins * lenience * q < p), status
 
 
 def residual(rule: Token | Sigmoid, proposal: Proposal) -> tuple[Weights, Statuses]:
@@ -73,10 +73,11 @@ def residual(rule: Token | Sigmoid, proposal: Proposal) -> tuple[Weights, Status
         if isinstance(rule, Sigmoid):
             w = _sigmoid_residual(rule, target.scaled(), draft.scaled()).astype(np.float32)
         else:
-            # [p - q]+ times the draft's scale: draws need no normaliser.
+            # [p - q]+ times the draft's scale: draws need no normaliser. As max(p, q) - q: NumPy compares an array with
+            # a number several times slower than two arrays.
             w = target.weights.w * (draft.scale / target.scale).astype(np.float32)[:, None]
+            np.maximum(w, draft.weights.w, out=w)
             w -= draft.weights.w
-            np.maximum(w, 0, out=w)
     weights = Weights.of(w, target.side.segment)
     zero = ~(weights.total() > 0)
     if zero.any():
