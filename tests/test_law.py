@@ -1,4 +1,4 @@
-"""Do tokens follow the target's law? Whole answers are counted (how many were accepted, and every token), see law_checks."""
+"""Do tokens follow their exact law? Whole answers are counted: how many were accepted, and every token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from scipy.special import softmax
 import cupyspec
 from cupyspec import Sampling, Sigmoid, Token
 from cupyspec._segments import SEG
-from cupyspec.reference import sigmoid, token
+from cupyspec.testing import (
+    answer_cells,
+    assert_samples_from,
+    draws_needed,
+    law_of_cells,
+    output_law,
+    single_draft_law,
+)
 from cupyspec.testing import draws as numbers_of
-from enumeration import Decide, Law, Model, Prefix, cells, chain_law, law_of_cells, norm, one_hot
-from law_checks import distance, draws_for, follows
 from strategies import segments_of
 
 DRAWS = 150_000
@@ -58,38 +63,28 @@ class Chain:
         return tuple(z.astype(self.kind))
 
     def law(self) -> np.ndarray:
-        """Exact law of `cells`."""
-        tables = [t.astype(np.float64) for t in self.tables()]
-
-        def model(table: np.ndarray, temperature: float) -> Model:
-            if self.probs:
-                return lambda prefix: norm(table[prefix[-1] if prefix else self.V])
-            if temperature == 0:
-                return lambda prefix: one_hot(int(np.argmax(table[prefix[-1] if prefix else self.V])), self.V)
-            return lambda prefix: softmax(table[prefix[-1] if prefix else self.V] / temperature)
-
-        p, q = model(tables[0], self.temperature), model(tables[1], self.draft_sampling.temperature)
-        decide = self._sigmoid(tables, self.rule) if isinstance(self.rule, Sigmoid) else None
-        lenience = self.rule.lenience if isinstance(self.rule, Token) else 1.0
-        law: Law = chain_law(
-            p,
-            q,
+        """Exact law of `answer_cells`."""
+        law = output_law(
+            self.rule,
+            *(self._exact(*side) for side in zip(self.tables(), self._temperatures(), strict=True)),
             self.K,
-            decide=decide,
-            lenience=lenience,
+            greedy=self.temperature == 0,
             one_hot_drafts=self.one_hot,
             ends=lambda prefix: prefix[-1] == self.ends_after,
         )
         return law_of_cells(law, self.V, self.K)
 
-    def _sigmoid(self, tables: list[np.ndarray], rule: Sigmoid) -> Decide:
-        def decide(prefix: Prefix, x: int) -> tuple[float, np.ndarray]:
-            target, draft = (table[prefix[-1] if prefix else self.V] / self.temperature for table in tables)
-            p, q = sigmoid.values(target, rule.alpha, rule.beta), sigmoid.values(draft, rule.alpha, rule.beta)
-            left = sigmoid.residual(target, draft, rule.alpha, rule.beta)
-            return min(1.0, token.acceptance(p, q, x)), norm(left if left.sum() > 0 else softmax(target))
+    def _temperatures(self) -> tuple[float, float]:
+        return self.temperature or 1.0, self.draft_sampling.temperature
 
-        return decide
+    def _exact(self, table: np.ndarray, temperature: float) -> np.ndarray:
+        """Rows as `output_law` takes them: probabilities, or logits for rule Sigmoid."""
+        table = table.astype(np.float64)
+        if self.probs:
+            return table / table.sum(axis=1, keepdims=True)
+        if temperature == 0:
+            return np.eye(self.V)[np.argmax(table, axis=1)]
+        return table / temperature if isinstance(self.rule, Sigmoid) else softmax(table / temperature, axis=1)
 
     def draw(self, draws: int, fresh: int) -> np.ndarray:
         """Cells of as many answers."""
@@ -131,7 +126,7 @@ class Chain:
             )
         assert not answer.status.any()
         assert (answer.num_accepted == (answer.tokens >= 0).sum(axis=1) - 1).all()
-        return cells(answer.tokens, self.V)
+        return answer_cells(answer.tokens, self.V)
 
 
 CHAINS = {
@@ -161,7 +156,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_answers_follow_their_law(name: str) -> None:
     """Catches every bias that the oracle and the CPU path could share: laws come from enumeration, not from either."""
-    assert follows(CHAINS[name].law(), CHAINS[name].draw, DRAWS)
+    assert_samples_from(CHAINS[name].draw, CHAINS[name].law(), draws=DRAWS)
 
 
 @pytest.mark.parametrize("rows_are", ["given by num_draft_tokens", "flattened"])
@@ -196,9 +191,9 @@ def test_ragged_rows_follow_their_law(rows_are: str) -> None:
         else:
             answer = cupyspec.verify(x, z_target, z_draft, seed=fresh, num_draft_tokens=lengths)
         # The law of a shorter row in the number of cells of a longer one.
-        return cells(answer.tokens, 3)
+        return answer_cells(answer.tokens, 3)
 
-    assert follows(law, draw, DRAWS)
+    assert_samples_from(draw, law, draws=DRAWS)
 
 
 def groups(tokens: np.ndarray) -> np.ndarray:
@@ -226,14 +221,16 @@ class LargeVocabulary:
 
     def law(self) -> np.ndarray:
         p, q = (softmax(z.astype(np.float64)) for z in (self.target, self.draft))
-        return np.concatenate([grouped(np.maximum(p - q, 0)), np.outer(grouped(np.minimum(p, q)), grouped(p)).ravel()])
+        rejected, accepted = single_draft_law(Token(), p, q)
+        return np.concatenate([grouped(rejected), np.outer(grouped(accepted), grouped(p)).ravel()])
 
     def draw(self, draws: int, fresh: int, **options: Any) -> np.ndarray:
         cell = []
         for start in range(0, draws, 1000):
-            seed = np.arange(start, start + 1000) + (fresh << 32)
-            target = np.broadcast_to(self.target, (1000, 2, self.target.size))
-            draft = np.broadcast_to(self.draft, (1000, 1, self.draft.size))
+            rows = min(1000, draws - start)
+            seed = np.arange(start, start + rows) + (fresh << 32)
+            target = np.broadcast_to(self.target, (rows, 2, self.target.size))
+            draft = np.broadcast_to(self.draft, (rows, 1, self.draft.size))
             x = cupyspec.sample(draft[:, 0], seed=seed).tokens
             got = cupyspec.verify(x[:, None], target, draft, seed=seed, **options)
             first, second = groups(got.tokens).T
@@ -244,7 +241,7 @@ class LargeVocabulary:
 def test_large_vocabulary_follows_its_law() -> None:
     """Catches a tail segment that is dropped or misplaced, and a pick that is off in long segments."""
     experiment = LargeVocabulary()
-    assert follows(experiment.law(), experiment.draw, 15_000)
+    assert_samples_from(experiment.draw, experiment.law(), draws=15_000, detects=0.1)
 
 
 REJECTION_TARGET, REJECTION_DRAFT = np.full(4, 0.25, np.float32), np.array([1, 0, 0, 0], np.float32)
@@ -252,18 +249,19 @@ REJECTION_TARGET, REJECTION_DRAFT = np.full(4, 0.25, np.float32), np.array([1, 0
 
 def rejections(draws: int, fresh: int) -> np.ndarray:
     """Token and coin (in ninths of its range) of rows whose draft was rejected; three in four are."""
+    rows = 2 * draws
     got = cupyspec.verify(
-        np.zeros((draws, 1), np.int32),
-        np.broadcast_to(REJECTION_TARGET, (draws, 2, 4)),
-        np.broadcast_to(REJECTION_DRAFT, (draws, 1, 4)),
+        np.zeros((rows, 1), np.int32),
+        np.broadcast_to(REJECTION_TARGET, (rows, 2, 4)),
+        np.broadcast_to(REJECTION_DRAFT, (rows, 1, 4)),
         seed=fresh,
         scores="probs",
     )
-    coins = numbers_of(fresh, batch_size=draws, num_draft_tokens=1, vocab_size=4).coins[:, 0]
+    coins = numbers_of(fresh, batch_size=rows, num_draft_tokens=1, vocab_size=4).coins[:, 0]
     rejected = got.num_accepted == 0
     assert (rejected == (coins >= 0.25)).all()
     ninths = ((coins[rejected].astype(np.float64) - 0.25) * 12).astype(np.int64)
-    return ninths * 4 + got.tokens[rejected, 0]
+    return (ninths * 4 + got.tokens[rejected, 0])[:draws]
 
 
 REJECTION_LAW = np.tile([0, 1 / 27, 1 / 27, 1 / 27], 9)
@@ -271,7 +269,7 @@ REJECTION_LAW = np.tile([0, 1 / 27, 1 / 27, 1 / 27], 9)
 
 def test_coin_says_nothing_of_the_token_after_a_rejection() -> None:
     """Catches the coin that rejected used again for the draw."""
-    assert follows(REJECTION_LAW, rejections, DRAWS)
+    assert_samples_from(rejections, REJECTION_LAW, draws=DRAWS)
 
 
 PAIR_ROW = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
@@ -307,7 +305,7 @@ def test_pairs_are_independent(name: str) -> None:
         first, second = PAIRS[name](draws, fresh)
         return 4 * first + second
 
-    assert follows(PAIR_LAW, draw, DRAWS)
+    assert_samples_from(draw, PAIR_LAW, draws=DRAWS)
 
 
 def test_draft_and_verification_are_independent() -> None:
@@ -319,12 +317,11 @@ def test_draft_and_verification_are_independent() -> None:
         verified = cupyspec.verify(np.empty((draws, 0), np.int32), rows, seed=fresh, step=2).tokens[:, 0]
         return 4 * drafted + verified
 
-    assert follows(PAIR_LAW, draw, DRAWS)
+    assert_samples_from(draw, PAIR_LAW, draws=DRAWS)
 
 
 def test_the_sample_size_has_the_power_that_is_claimed() -> None:
     """Catches a check that passes because it sees too little: 5 % of temperature must show."""
     chain = CHAINS["K = 2"]
     wrong = dataclasses.replace(chain, temperature=1.05)
-    law = chain.law()
-    assert draws_for(distance(wrong.law(), law), int((law > 0).sum())) <= DRAWS
+    assert draws_needed(wrong.law(), chain.law(), power=0.999) <= DRAWS
