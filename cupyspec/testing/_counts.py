@@ -26,7 +26,7 @@ class Cells(NamedTuple):
 def as_counts(name: str, counts: Any) -> Counts:
     """Counts of draws, of any shape."""
     array = np.asarray(counts)
-    if array.dtype.kind not in "iu":
+    if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
     if array.size and array.min() < 0:
         raise ValueError(f"{name} must not be negative, got {array.min()}")

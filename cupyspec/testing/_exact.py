@@ -109,7 +109,7 @@ def _detectable(outcomes: npt.NDArray[np.int64], law: Floats, rejected: npt.NDAr
         fall = law * ~rises / law[~rises].sum()
 
         def found(t: float, shift: Floats = rise - fall) -> bool:
-            return float(_chances(outcomes[rejected], law + t * shift).sum()) >= power
+            return float(_chances(outcomes[rejected], np.maximum(law + t * shift, 0)).sum()) >= power
 
         if not found(high):
             return math.inf

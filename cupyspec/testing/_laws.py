@@ -104,6 +104,8 @@ def output_law(
             emit(prefix, chance, last(prefix))
             return
         row, drawn = target(prefix), draft(prefix)
+        if row.size != drawn.size:
+            raise ValueError(f"p and q must have equal rows, got {row.size} and {drawn.size}")
         instead = 0 * row
         for x in np.flatnonzero(drawn).tolist():
             if isinstance(rule, Sigmoid) and not greedy:
@@ -287,7 +289,7 @@ def _row_values(given: Any) -> Row:
     array = np.asarray(given)
     if array.dtype == object:
         if not all(isinstance(value, (Fraction, int)) for value in array.ravel()):
-            raise TypeError("rows must be numbers, or all be fractions.Fraction")
+            raise TypeError("rows must be real numbers, or all be fractions.Fraction")
         return array * Fraction(1)
     if array.dtype.kind not in "iuf" and array.dtype.name not in ("bfloat16", "float16"):
         raise TypeError(f"rows must be real numbers, got dtype {array.dtype}")
