@@ -18,7 +18,7 @@ UInt64 = npt.NDArray[np.uint64]
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # added to the key after each round
 _LOW = 0xFFFFFFFF
-_FEW = 256  # counters up to which one Python integer is quicker than an array
+_FEW = 400  # counters up to which one Python integer is quicker than an array
 
 STEP_LIMIT = 1 << 56  # steps fill counter word z and 24 bits of w
 POSITION_LIMIT = 1 << 16  # positions and draws share counter word y
@@ -92,11 +92,12 @@ class _Lanes:
 
     def ten_rounds(self, x: Any, y: Any, z: Any, w: Any, k0: Any, k1: Any, words: int) -> tuple[UInt32, ...]:
         """The first output words. What stands above 2^32 in y, w and the keys never reaches a product."""
+        step0, step1 = _W0 * self.one, _W1 * self.one
         for _ in range(10):
             product0, product1 = _M0 * x, _M1 * z
             x, y = ((product1 >> 32) ^ y ^ k0) & self.low, product1
             z, w = ((product0 >> 32) ^ w ^ k1) & self.low, product0
-            k0, k1 = k0 + _W0 * self.one, k1 + _W1 * self.one
+            k0, k1 = k0 + step0, k1 + step1
         return tuple(self._unpack(v & self.low) for v in (x, y, z, w)[:words])
 
     def _unpack(self, value: Any) -> UInt32:

@@ -128,7 +128,8 @@ class _Chain:
         """Take rows down the chain until none is left."""
         width = int(self.lengths[alive].max())
         coins = np.empty((alive.size, width)) if kind == _Kind.GREEDY else self._coins(alive, width)
-        for i in range(width + 1):
+        i = 0
+        while alive.size:
             at_end = self.lengths[alive] == i
             if at_end.any():
                 ending = alive[at_end]
@@ -140,9 +141,11 @@ class _Chain:
                 accepted[block] = self._step(alive[block], i, kind, coins[block, i])
             if not accepted.all():
                 alive, coins = alive[accepted], coins[accepted]
+            i += 1
 
     def _coins(self, b: Indices, width: int) -> Float64:
-        seeds, steps = self.seeds[b, None], self.steps[b, None]
+        """Acceptance coins [R, width] of rows b."""
+        seeds, steps = self.seeds[b][:, None], self.steps[b][:, None]
         (word,) = draw_words(seeds, steps, Purpose.ACCEPT, position=np.arange(width), words=1)
         return coin(word).astype(np.float64)
 

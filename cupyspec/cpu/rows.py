@@ -129,9 +129,12 @@ class Rows:
     @cached_property
     def status(self) -> Statuses:
         """What is wrong with each whole row."""
-        not_finite, empty = ~(self.top < np.inf), self.top < SMALLEST if self.side.probs else self.top == -np.inf
+        not_finite = ~(self.top < np.inf)
         if self.side.probs:
             not_finite |= np.minimum.reduce(self.scores, axis=1) < 0
+            empty = self.top < SMALLEST
+        else:
+            empty = self.top == -np.inf
         return np.where(not_finite, NOT_FINITE, empty * EMPTY)
 
     @cached_property
