@@ -56,8 +56,11 @@ class _Chain:
             if values is not None:
                 values.fill(0)
         self.drafts, self.lengths, starts = self._read_drafts()
-        self.target = Side(call, call.target, None if starts is None else starts + np.arange(batch))
-        self.draft = None if call.draft is None else Side(call, call.draft, starts)
+        target_starts = None if starts is None else starts + np.arange(batch)
+        self.target = Side(call, call.target, target_starts, Status.TARGET_NOT_FINITE, Status.TARGET_EMPTY)
+        self.draft = None
+        if call.draft is not None:
+            self.draft = Side(call, call.draft, starts, Status.DRAFT_INVALID, Status.DRAFT_INVALID)
         self.seeds: UInt64 = split_seed(call.seed, batch) if isinstance(call.seed, int) else host(call.seed)
         self.steps: UInt64 = per_row(call.step, batch, np.uint64)
         if call.purpose is not None:

@@ -19,9 +19,6 @@ Float64 = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Statuses = npt.NDArray[np.int32]
 
-# As NumPy numbers: an enum's members are slow in arithmetic with arrays.
-NOT_FINITE, EMPTY = np.int32(Status.TARGET_NOT_FINITE), np.int32(Status.TARGET_EMPTY)
-DRAFT_INVALID = np.int32(Status.DRAFT_INVALID)
 SMALLEST = np.float32(2.0**-126)  # temperatures below it are greedy, probabilities below it are 0
 
 
@@ -57,11 +54,14 @@ def per_row(value: float | Array, batch_size: int, dtype: npt.DTypeLike) -> npt.
 
 
 class Side:
-    """The target's or the draft's score rows of a call."""
+    """The target's or the draft's score rows of a call, and the status of a row that is not finite or empty."""
 
-    def __init__(self, call: ChainCall, scores: Scores, starts: Indices | None) -> None:
+    def __init__(
+        self, call: ChainCall, scores: Scores, starts: Indices | None, not_finite: Status, empty: Status
+    ) -> None:
         self._array, self._vocab_size = scores.array, call.vocab_size
         self._starts = starts  # flattened: index of each batch row's first score row
+        self.not_finite, self.empty = np.int32(not_finite), np.int32(empty)
         self.segment = call.segment
         self.probs = scores.probs
         self.temperature = per_row(scores.temperature, call.batch_size, np.float32)
@@ -94,10 +94,7 @@ class Side:
 
 
 class Rows:
-    """Rows b of one side at position i, read as far as somebody asks.
-
-    Faults are named as the target's; a draft's reader renames them.
-    """
+    """Rows b of one side at position i, read as far as somebody asks."""
 
     def __init__(self, side: Side, b: Indices, i: int) -> None:
         self.side, self.b, self.i = side, b, i
@@ -135,7 +132,7 @@ class Rows:
             empty = self.top < SMALLEST
         else:
             empty = self.top == -np.inf
-        return np.where(not_finite, NOT_FINITE, empty * EMPTY)
+        return np.where(not_finite, self.side.not_finite, empty * self.side.empty)
 
     @cached_property
     def weights(self) -> Weights:
@@ -164,7 +161,7 @@ class Rows:
         normalizer = self.side.normalizer(self.b, self.i)
         if normalizer is None:
             return np.zeros(self.b.size, np.int32)
-        return ~np.isfinite(normalizer) * NOT_FINITE
+        return ~np.isfinite(normalizer) * self.side.not_finite
 
     def probability(self, x: Indices) -> tuple[Float64, Statuses]:
         """Probabilities [R] of ids x, and the status of what was read for them."""
@@ -183,15 +180,9 @@ class Rows:
             return self.scores.astype(np.float64) / self.temperature[:, None]
         return self.side.score(self.b, self.i, x).astype(np.float64) / self.temperature
 
-    @staticmethod
-    def judge_single(score: npt.NDArray[np.floating[Any]]) -> Statuses:
+    def judge_single(self, score: npt.NDArray[np.floating[Any]]) -> Statuses:
         """Status of rows of which one logit [R] alone is read."""
-        return ~(score < np.inf) * NOT_FINITE
-
-
-def as_draft_status(status: Statuses) -> Statuses:
-    """Faults of a draft row, which have one bit together."""
-    return (status != 0) * DRAFT_INVALID
+        return ~(score < np.inf) * self.side.not_finite
 
 
 def _flushed(values: Float32) -> Float32:

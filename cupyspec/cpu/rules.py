@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import expit
 
-from cupyspec.cpu.rows import Bools, Float64, Indices, Rows, Statuses, Weights, as_draft_status
+from cupyspec.cpu.rows import Bools, Float64, Indices, Rows, Statuses, Weights
 from cupyspec.rules import Sigmoid, Token
 
 
@@ -30,7 +30,7 @@ class Proposal:
         if self.draft is None:
             return self.x, np.zeros(self.x.size, np.int32)
         if self.draft_greedy:
-            return self.draft.scores.argmax(axis=1), as_draft_status(self.draft.status)
+            return self.draft.scores.argmax(axis=1), self.draft.status
         return None
 
 
@@ -39,7 +39,7 @@ def accept(rule: Token | Sigmoid, proposal: Proposal, coins: Float64) -> tuple[B
     x, target = proposal.x, proposal.target
     lenience = rule.lenience if isinstance(rule, Token) else 1.0
     if isinstance(rule, Sigmoid):
-        p, status = _sigmoid(rule, target.scaled(x)), target.judge_single(target.scaled(x))
+        p, status = _sigmoid_probability(rule, target, x)
     else:
         p, status = target.probability(x)
     one_hot = proposal.one_hot()
@@ -48,11 +48,9 @@ def accept(rule: Token | Sigmoid, proposal: Proposal, coins: Float64) -> tuple[B
     elif proposal.draft is None:
         raise ValueError("a draft without a row is one-hot")
     elif isinstance(rule, Sigmoid):
-        z = proposal.draft.scaled(x)
-        q, draft_status = _sigmoid(rule, z), as_draft_status(Rows.judge_single(z))
+        q, draft_status = _sigmoid_probability(rule, proposal.draft, x)
     else:
         q, draft_status = proposal.draft.probability(x)
-        draft_status = as_draft_status(draft_status)
     status = status | draft_status
     # Compared in float64, p(x) formed from float32 sums: tiny probabilities keep their ratio.
     return (status == 0) & (p > 0) & (coins * lenience * q < p), status
@@ -69,7 +67,7 @@ def residual(rule: Token | Sigmoid, proposal: Proposal) -> tuple[Weights, Status
     elif draft is None:
         raise ValueError("a draft without a row is one-hot")
     else:
-        status = status | as_draft_status(draft.status)
+        status = status | draft.status
         if isinstance(rule, Sigmoid):
             w = _sigmoid_residual(rule, target.scaled(), draft.scaled()).astype(np.float32)
         else:
@@ -83,6 +81,11 @@ def residual(rule: Token | Sigmoid, proposal: Proposal) -> tuple[Weights, Status
     if zero.any():
         w[zero], weights.masses[zero] = target.weights.w[zero], target.weights.masses[zero]
     return weights, status
+
+
+def _sigmoid_probability(rule: Sigmoid, rows: Rows, x: Indices) -> tuple[Float64, Statuses]:
+    z = rows.scaled(x)
+    return _sigmoid(rule, z), rows.judge_single(z)
 
 
 def _sigmoid(rule: Sigmoid, z: Float64) -> Float64:
