@@ -93,6 +93,7 @@ class Library:
     # CUDA arrays, CuPy being there.
 
     frees_in_stream_order = False  # whether dropped memory stays untouched until the library's stream has passed
+    keeps_captured_memory = False  # whether what is allocated inside a CUDA graph's capture stays the graph's
 
     def borrow_cuda(self, x: Any) -> Array:
         """A CUDA array described, ready on CuPy's current stream."""
@@ -151,6 +152,7 @@ class _CuPy(Library):
 
 class _Torch(Library):
     frees_in_stream_order = True
+    keeps_captured_memory = True
 
     def device(self, x: Any) -> Device:
         return Device(x.device.type, x.device.index or 0)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from cupyspec._philox import Purpose
 
 
+MAX_DRAFTS = 255  # drafts of a row
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
     """Memory borrowed from the caller: described, never copied, never written (outputs apart)."""
@@ -63,6 +66,18 @@ class ChainCall:
     purpose: Purpose | None  # None: verification's own purposes
     token_dtype: str  # "int32" or "int64"
     segment: int = SEG  # another size draws other tokens: for tests alone
+
+    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each array of the result."""
+        rows = (self.batch_size,)
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "tokens": ((self.batch_size, self.num_drafts + 1), self.token_dtype),
+            "num_accepted": (rows, "int32"),
+            "status": (rows, "int32"),
+        }
+        if self.purpose is not None:
+            shapes["log_normalizer"] = (rows, "float32")
+        return shapes
 
 
 class ChainResult(NamedTuple):

@@ -33,7 +33,7 @@ def _brief(value: Any) -> str:
 
 def are_probs(name: str, value: str) -> bool:
     """Whether scores are declared to be probabilities."""
-    if value not in ("logits", "probs"):
+    if not isinstance(value, str) or value not in ("logits", "probs"):
         raise ValueError(f'{name} must be "logits" or "probs", got {value!r}')
     return value == "probs"
 

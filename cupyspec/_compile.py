@@ -6,6 +6,7 @@ CuPy is imported at the first use, never with this module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import sys
@@ -56,8 +57,9 @@ def check_launch(
         raise ValueError(f"{name} cannot run as {grid} blocks of {block} threads")
 
 
-def import_cupy() -> Any:
-    """CuPy, or an ImportError that says what to install."""
+@functools.cache  # four look-ups among the installed packages take longer than a call
+def require_one_cupy() -> None:
+    """ImportError if several CuPy packages are installed: they overwrite each other's files."""
     installed = []
     for wheel in _CUPY_WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -67,12 +69,15 @@ def import_cupy() -> Any:
             f"several CuPy packages are installed and overwrite each other's files: {', '.join(installed)}. "
             f"Uninstall all of them, then {INSTALL}"
         )
+
+
+def import_cupy() -> Any:
+    """CuPy, or an ImportError that says what to install."""
+    require_one_cupy()
     if sys.modules.get("cupy") is not None:  # None: its import is forbidden
         return sys.modules["cupy"]
-    if "CUPY_CACHE_DIR" not in os.environ and not _can_make(Path.home() / ".cupy" / "kernel_cache"):
-        # CuPy makes this folder when imported; a home that cannot be written would make the import fail.
-        os.environ["CUPY_CACHE_DIR"] = _temporary_cache()
-    elif "CUPY_CACHE_DIR" in os.environ and not _can_make(Path(os.environ["CUPY_CACHE_DIR"])):
+    # CuPy makes its cache folder when imported; one that cannot be made would make the import fail.
+    if not _can_make(Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")):
         os.environ["CUPY_CACHE_DIR"] = _temporary_cache()
     try:
         import cupy
@@ -128,6 +133,14 @@ _modules: dict[tuple[Specialisation, int], _Module] = {}
 _lock = threading.Lock()
 
 
+def _refuse_in_capture() -> None:
+    if import_cupy().cuda.get_current_stream().is_capturing():
+        raise ValueError(
+            "this call's kernels are not compiled yet, which cannot be done while a CUDA graph is recorded: make the "
+            "same call once before"
+        )
+
+
 def _compiled(specialisation: Specialisation, name: str, device: int) -> int:
     """The driver's handle of a kernel on the current device, which must be `device`."""
     module = _modules.get((specialisation, device))
@@ -135,14 +148,15 @@ def _compiled(specialisation: Specialisation, name: str, device: int) -> int:
         return module.address(name)
     with _lock:  # two threads would compile the same text twice
         module = _modules.get((specialisation, device))
+        _refuse_in_capture()
         if module is None:
             _check_device(device)
             module = _Module(specialisation)
         try:
             address = _address(module, name)
-        except OSError:
+        except OSError as error:
             # CuPy could not write its cache: a read-only or foreign folder. Compile into one of our own.
-            _use_temporary_cache()
+            _use_temporary_cache(error)
             module = _Module(specialisation)
             address = _address(module, name)
         _modules[specialisation, device] = module
@@ -161,11 +175,13 @@ def _address(module: _Module, name: str) -> int:
         raise
 
 
-def _use_temporary_cache() -> None:
-    import_cupy()
-    from cupy.cuda import compiler
-    from cupy.cuda._compiler_cache import DiskKernelCacheBackend
-
+def _use_temporary_cache(reason: OSError) -> None:
+    """Move CuPy's kernel cache to a folder that can be written, or raise the reason where this CuPy cannot be moved."""
+    try:
+        from cupy.cuda import compiler
+        from cupy.cuda._compiler_cache import DiskKernelCacheBackend
+    except ImportError:
+        raise reason from None
     compiler._set_kernel_cache_backend(DiskKernelCacheBackend(_temporary_cache()))
 
 
@@ -181,10 +197,7 @@ def _check_device(device: int) -> None:
 
 
 class CupyBackend:
-    """Kernels on CuPy's current device and stream, for `cupyspec.rules._launch.run_chain`.
-
-    Make one per device: it keeps what the launches need to know of it.
-    """
+    """Launches on CuPy's current device and stream: what `cupyspec.rules._launch.run_chain` needs beside memory."""
 
     def __init__(self) -> None:
         self._cupy = import_cupy()
@@ -192,15 +205,7 @@ class CupyBackend:
 
         self._driver, self._runtime = driver, runtime
         self.device = int(runtime.getDevice())
-        self.multiprocessors = int(cupy_attribute(self._cupy, self.device, "MultiProcessorCount"))
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """A new CuPy array, from CuPy's memory pool: reused in stream order, so nothing waits."""
-        return self._cupy.empty(shape, dtype)
-
-    def pointer(self, array: Any) -> int:
-        """Address of an array's first element."""
-        return int(array.data.ptr)
+        self.multiprocessors = _multiprocessors(self.device)
 
     def launch(
         self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
@@ -217,6 +222,6 @@ class CupyBackend:
         self._driver.launchKernel(kernel, grid, 1, 1, block, 1, 1, 0, stream, arguments.ctypes.data, 0)
 
 
-def cupy_attribute(cupy: Any, device: int, name: str) -> int:
-    """An attribute of a device, by CuPy's name."""
-    return int(cupy.cuda.Device(device).attributes[name])
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return int(import_cupy().cuda.Device(device).attributes["MultiProcessorCount"])

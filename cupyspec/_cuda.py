@@ -6,8 +6,9 @@ Imported at the first CUDA array, never before.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from cupyspec._call import Array
 
 try:
     import cupy
-except ImportError:  # the border has said what to install before anything here is called
+except (
+    ImportError
+):  # tools that import every module (doctest collectors) may do so without CuPy; nothing is called then
     cupy = None
 
 _NUMPY_NAMES = {"bfloat16": "uint16"}  # CuPy has bfloat16 only where ml_dtypes is: its bits serve as well
@@ -33,29 +36,28 @@ class _RawStream:
 
 
 @functools.cache
-def stream_of(handle: int) -> Any:
-    """CuPy's wrapper of a stream: it owns nothing, so it may outlive the stream."""
+def _stream_of(ordinal: int, handle: int) -> Any:
+    """CuPy's wrapper of a stream on the current device, `ordinal`: it owns nothing, so it may outlive the stream."""
     return cupy.cuda.Stream.from_external(_RawStream(handle))
 
 
-class Guard:
+class Guard(ExitStack):
     """Makes a device, and a stream of another library on it, CuPy's current ones; restores both."""
 
     def __init__(self, ordinal: int, stream_handle: int | None) -> None:
-        self._device = cupy.cuda.Device(ordinal)
-        self._stream = None if stream_handle is None else stream_of(stream_handle)
+        super().__init__()
+        self._ordinal, self._stream_handle = ordinal, stream_handle
 
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        if self._stream is not None:
-            self._stream.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._stream is not None:
-            self._stream.__exit__(kind, error, trace)
-        self._device.__exit__(kind, error, trace)
+    def __enter__(self) -> Guard:
+        super().__enter__()
+        self.enter_context(cupy.cuda.Device(self._ordinal))
+        if self._stream_handle is not None:
+            try:
+                self.enter_context(_stream_of(self._ordinal, self._stream_handle))
+            except BaseException:
+                self.close()  # a failed enter is followed by no exit
+                raise
+        return self
 
 
 def is_capturing() -> bool:
@@ -78,10 +80,15 @@ def wrap(array: Array) -> Any:
     return cupy.ndarray(array.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
-def with_unit_stride(array: Array) -> Array:
+def with_unit_stride(name: str, array: Array) -> Array:
     """The array itself if its last axis is contiguous, else a copy: kernels read rows by wide loads."""
     if not array.shape or array.shape[-1] <= 1 or array.strides[-1] == 1 or 0 in array.shape:
         return array
+    if is_capturing():
+        raise ValueError(
+            f"{name} must have a contiguous last axis in a CUDA graph, got strides {array.strides}: its copy would "
+            "be made once, not at every replay's address"
+        )
     copy = cupy.ascontiguousarray(wrap(array))
     return describe(copy, array.dtype, array.owner)
 
@@ -91,16 +98,28 @@ def to_host(array: Array) -> Any:
     return cupy.asnumpy(wrap(array))
 
 
-_in_flight: deque[tuple[Any, Any]] = deque()
+_lock = threading.Lock()
+_in_flight: dict[tuple[int, int], deque[tuple[Any, Any]]] = {}  # by device and stream
+_captured: list[Any] = []
 
 
 def keep_until_done(owners: Any) -> None:
     """Hold references until the work enqueued so far on the current stream is done.
 
     For libraries whose allocator does not know the stream the kernels run on: they may reuse memory once it is dropped.
+    What a stream's last call used is let go by its next one.
     """
-    while _in_flight and _in_flight[0][0].done:
-        _in_flight.popleft()
+    stream = cupy.cuda.get_current_stream()
     event = cupy.cuda.Event(disable_timing=True)
-    event.record()
-    _in_flight.append((event, owners))
+    event.record(stream)
+    with _lock:
+        waiting = _in_flight.setdefault((cupy.cuda.Device().id, stream.ptr), deque())
+        while waiting and waiting[0][0].done:
+            waiting.popleft()
+        waiting.append((event, owners))
+
+
+def keep_for_replays(owners: Any) -> None:
+    """Hold references for good: a CUDA graph writes to this memory at every replay, and CuPy's pool would reuse it."""
+    with _lock:
+        _captured.append(owners)

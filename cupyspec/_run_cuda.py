@@ -23,9 +23,12 @@ class _Backend(CupyBackend):
     def __init__(self, border: Border) -> None:
         super().__init__()
         self._border = border
+        self.allocated: list[Any] = []
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self._border.library.empty_cuda(shape, dtype, self._border.device.ordinal)
+        array = self._border.library.empty_cuda(shape, dtype, self._border.device.ordinal)
+        self.allocated.append(array)
+        return array
 
     def pointer(self, array: Any) -> int:
         return array.pointer if isinstance(array, Array) else self._border.library.pointer_cuda(array)
@@ -35,24 +38,14 @@ def run(
     border: Border, call: ChainCall, rule: Token | Sigmoid, destinations: Mapping[str, Array], check: bool
 ) -> ChainResult:
     """Enqueue a call; nothing is waited for unless `check`. Results are in the library that `empty_cuda` uses."""
-    if isinstance(call.seed, int) or isinstance(call.step, int):
+    capturing = _cuda.is_capturing()
+    if capturing and (isinstance(call.seed, int) or isinstance(call.step, int)):
         border.refuse_in_capture("a host seed or step")
-    if check:
+    if capturing and check:
         border.refuse_in_capture("check=True")
-    call = replace(
-        call,
-        target=replace(call.target, array=_cuda.with_unit_stride(call.target.array)),
-        draft=None if call.draft is None else replace(call.draft, array=_cuda.with_unit_stride(call.draft.array)),
-    )
+    call = _with_unit_strides(call)
     backend = _Backend(border)
-    batch = call.batch_size
-    fields: dict[str, tuple[tuple[int, ...], str]] = {
-        "tokens": ((batch, call.num_drafts + 1), call.token_dtype),
-        "num_accepted": ((batch,), "int32"),
-        "status": ((batch,), "int32"),
-    }
-    if call.purpose is not None:
-        fields["log_normalizer"] = ((batch,), "float32")
+    fields = call.outputs()
     direct = {name: array for name, array in destinations.items() if _is_contiguous(array)}
     result = ChainResult(**{name: direct.get(name) or backend.empty(*spec) for name, spec in fields.items()})
     run_chain(call, rule, backend, out=result)
@@ -60,11 +53,25 @@ def run(
         if name not in direct:
             filled = _result_array(backend, getattr(result, name), fields[name][1], array.shape)
             _cuda.wrap(array)[...] = _cuda.wrap(filled)
-    if not border.library.frees_in_stream_order:
-        _cuda.keep_until_done((call, result))
+    if capturing and not border.library.keeps_captured_memory:
+        _cuda.keep_for_replays(backend.allocated)
+    elif not border.library.frees_in_stream_order:
+        _cuda.keep_until_done((call, backend.allocated))
     if check:
-        raise_for_status(_cuda.to_host(_result_array(backend, result.status, "int32", (batch,))))
+        raise_for_status(_cuda.to_host(_result_array(backend, result.status, "int32", (call.batch_size,))))
     return result
+
+
+def _with_unit_strides(call: ChainCall) -> ChainCall:
+    """The call with score rows that kernels can read; itself where they are so."""
+    changed = {}
+    for name in ("target", "draft"):
+        scores = getattr(call, name)
+        if scores is not None:
+            array = _cuda.with_unit_stride(f"{name}_logits", scores.array)
+            if array is not scores.array:
+                changed[name] = replace(scores, array=array)
+    return replace(call, **changed) if changed else call
 
 
 def _result_array(backend: _Backend, array: Any, dtype: str, shape: tuple[int, ...]) -> Array:

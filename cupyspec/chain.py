@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from cupyspec import _params
 from cupyspec._arrays import SCORE_DTYPES, TOKEN_DTYPES, Border
-from cupyspec._call import Array, ChainCall, Scores
+from cupyspec._call import MAX_DRAFTS, Array, ChainCall, Scores
 from cupyspec._checks import are_probs, check_flags, check_sampling, host_integer, reject_unsupported, vocabulary
-from cupyspec._philox import POSITION_LIMIT
 from cupyspec._run import answer
 from cupyspec._sampling import Sampling
 from cupyspec.rules import Sigmoid, Token
@@ -198,20 +197,20 @@ def verify(
             )
 
         target_side = side(target, target_probs, "sampling", sampling, "target_log_normalizer", target_log_normalizer)
-        draft_side = None
-        if draft_sampling is None:
-            # Probabilities are what they are: a temperature given for the target's logits says nothing of them.
-            draft_sampling = Sampling() if draft_probs and not target_probs else sampling
-            draft_name = "sampling"
-        else:
+        if draft_sampling is not None:
             draft_name = "draft_sampling"
-            check_sampling(draft_name, draft_sampling, draft_probs)
+        else:
+            # Probabilities are what they are: a temperature given for the target's logits says nothing of them.
+            draft_name, draft_sampling = "sampling", Sampling() if draft_probs and not target_probs else sampling
         if draft is not None:
             draft_side = side(
                 draft, draft_probs, draft_name, draft_sampling, "draft_log_normalizer", draft_log_normalizer
             )
-        elif draft_log_normalizer is not None:
-            raise ValueError("draft_log_normalizer must be None without draft_logits")
+        else:
+            draft_side = None
+            check_sampling(draft_name, draft_sampling, draft_probs)
+            if draft_log_normalizer is not None:
+                raise ValueError("draft_log_normalizer must be None without draft_logits")
 
         call = ChainCall(
             batch_size=batch,
@@ -230,12 +229,7 @@ def verify(
             purpose=None,
             token_dtype=tokens.dtype,
         )
-        outputs: dict[str, tuple[tuple[int, ...], str]] = {
-            "tokens": ((batch, width + 1), tokens.dtype),
-            "num_accepted": ((batch,), "int32"),
-            "status": ((batch,), "int32"),
-        }
-        return answer(Verification, border, call, rule, outputs, out, check)
+        return answer(Verification, border, call, rule, call.outputs(), out, check)
 
 
 def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None) -> tuple[int, int]:
@@ -247,6 +241,8 @@ def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_
         )
     _check_rank("draft_tokens", tokens, 2, "[B, K]")
     batch, width = tokens.shape
+    if width > MAX_DRAFTS:
+        raise ValueError(f"draft_tokens must have at most {MAX_DRAFTS} columns, got shape {tokens.shape}")
     _check_rows("target_logits", target, (batch, width + 1), "[B, K + 1, V]")
     if draft is not None:
         _check_rows("draft_logits", draft, (batch, width), "[B, K, V]")
@@ -261,7 +257,7 @@ def _flattened_layout(
         raise ValueError(
             "max_draft_tokens must be an integer with cu_num_draft_tokens, the width of the answer, got None"
         )
-    width = host_integer("max_draft_tokens", max_draft_tokens, 0, POSITION_LIMIT - 1)
+    width = host_integer("max_draft_tokens", max_draft_tokens, 0, MAX_DRAFTS)
     _check_rank("draft_tokens", tokens, 1, "[T] with cu_num_draft_tokens")
     _check_rank("target_logits", target, 2, "[T + B, V] with cu_num_draft_tokens")
     (total,) = tokens.shape

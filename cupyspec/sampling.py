@@ -121,7 +121,7 @@ def sample(
     check_flags(return_log_normalizer=return_log_normalizer, check=check)
     if not isinstance(purpose, str) or purpose not in _PURPOSES:
         raise ValueError(f'purpose must be "draft" or "target", got {purpose!r}')
-    if token_dtype not in TOKEN_DTYPES:
+    if not isinstance(token_dtype, str) or token_dtype not in TOKEN_DTYPES:
         raise ValueError(f'token_dtype must be "int32" or "int64", got {token_dtype!r}')
     with Border("logits", logits) as border:
         array = border.borrow("logits", logits, SCORE_DTYPES)

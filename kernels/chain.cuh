@@ -6,7 +6,7 @@
 #include "philox.cuh"
 #include "segment.cuh"
 
-// One module per specialisation: cupyspec/_compile.py defines these.
+// One module per specialisation, which defines these.
 #ifndef TARGET_TYPE
 #define TARGET_TYPE float
 #endif
@@ -83,8 +83,6 @@ struct ChainParams {
     int seed_kind;
     int has_draft;  // 0: one-hot drafts
     int flattened;
-    int compact;  // pairs indexed by score row, not by (b, position)
-    int padding;
 };
 
 enum Status {
@@ -218,15 +216,10 @@ __device__ inline double log_normalizer_at(const ChainParams& p, const Scores& s
                                       : (double)((const float*)s.log_normalizer)[at];
 }
 
-// Where a slot's pairs lie.
+// Where a slot's pairs lie: by batch row and position in every layout, so that no two batch rows share scratch, even where
+// flattened bounds overlap.
 __device__ inline long long pair_row(const ChainParams& p, const Row& row, int slot) {
-    if (!p.compact) {
-        return row.b * slots_per_row(p) + slot;
-    }
-    if (slot <= p.num_drafts) {
-        return row.start + row.b + slot;
-    }
-    return p.all_drafts + p.batch_size + row.start + (slot - (int)p.num_drafts - 1);
+    return row.b * slots_per_row(p) + slot;
 }
 
 enum Need { NEED_NOTHING, NEED_SUM, NEED_ARGMAX };

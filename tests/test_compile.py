@@ -95,6 +95,7 @@ class FakeCupy(types.ModuleType):
         self.compiled: list[tuple[str, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
         self.failures = failures or []
+        self.capturing = False
         fake = self
 
         class CompileException(Exception):
@@ -115,6 +116,12 @@ class FakeCupy(types.ModuleType):
             def get_function(self, name: str) -> RawKernel:
                 return RawKernel()
 
+        class Stream:
+            ptr = 77
+
+            def is_capturing(self) -> bool:
+                return fake.capturing
+
         class Device:
             def __init__(self, ordinal: int) -> None:
                 self.compute_capability = capability
@@ -124,7 +131,7 @@ class FakeCupy(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             Device=Device,
             compiler=types.SimpleNamespace(CompileException=CompileException),
-            get_current_stream=lambda: types.SimpleNamespace(ptr=77),
+            get_current_stream=Stream,
         )
 
 
@@ -146,6 +153,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda", types.ModuleType("cupy_backends.cuda"))
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
     monkeypatch.setattr(_compile, "_modules", {})
+    _compile._multiprocessors.cache_clear()
 
 
 def launch(backend: _compile.CupyBackend, **changes: Any) -> None:
@@ -209,7 +217,7 @@ def test_read_only_cache_falls_back_to_a_folder_of_our_own(monkeypatch: pytest.M
     cupy = FakeCupy(failures=[PermissionError("kernel_cache")])
     install(monkeypatch, cupy)
     moved: list[bool] = []
-    monkeypatch.setattr(_compile, "_use_temporary_cache", lambda: moved.append(True))
+    monkeypatch.setattr(_compile, "_use_temporary_cache", lambda error: moved.append(True))
     launch(_compile.CupyBackend())
     assert moved == [True] and len(cupy.compiled) == 2 and len(cupy.launched) == 1
 
@@ -248,7 +256,28 @@ def _without_cupy(real: Any) -> Any:
     return importer
 
 
+def test_first_call_inside_a_capture(fake: FakeCupy) -> None:
+    """A module loaded inside a capture, which invalidates it; a later replay of a compiled kernel is fine."""
+    fake.capturing = True
+    with pytest.raises(ValueError, match="make the same call once before"):
+        launch(_compile.CupyBackend())
+    assert not fake.compiled and not fake.launched
+    fake.capturing = False
+    launch(_compile.CupyBackend())
+    fake.capturing = True
+    launch(_compile.CupyBackend())
+    assert len(fake.launched) == 2
+
+
+def test_cache_that_cannot_be_moved_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version's private names: the reason for the move is raised, not the missing name."""
+    install(monkeypatch, FakeCupy(failures=[PermissionError("kernel_cache is read-only")]))
+    with pytest.raises(PermissionError, match="kernel_cache is read-only"):
+        launch(_compile.CupyBackend())
+
+
 def test_two_cupy_wheels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile.require_one_cupy.cache_clear()
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(
         importlib.metadata,

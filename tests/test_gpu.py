@@ -449,3 +449,23 @@ def test_doctor_and_demo_on_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU" in capsys.readouterr().out
     assert main(["demo", "--device", "cuda", "--tokens", "30"]) == 0
     assert "Acceptance rate" in capsys.readouterr().out
+
+
+def test_cupy_graph_keeps_its_memory(need_frontend: Callable[[str], ModuleType]) -> None:
+    """Scratch of a captured call given back to CuPy's pool: arrays made later lie where each replay writes."""
+    cp = need_frontend("cupy")
+    case = big_case(np.random.default_rng(9), batch=64, width=3, vocab=40_000)
+    tokens, target, draft = (cp.asarray(x) for x in (case.draft_tokens, case.target, case.draft))
+    seeds, step = cp.asarray(case.seed), cp.zeros(1, cp.int64)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyspec.verify(tokens, target, draft, seed=seeds, step=step)
+        stream.synchronize()
+        stream.begin_capture()
+        answer = cupyspec.verify(tokens, target, draft, seed=seeds, step=step)
+        graph = stream.end_capture()
+        for size in (1 << 8, 1 << 12, 1 << 17, 1 << 18, 1 << 19, 1 << 20):
+            others = [cp.full(size, 7, cp.uint8) for _ in range(40)]
+            graph.launch(stream)
+            assert all(bool((x == 7).all()) for x in others)
+        assert (answer.tokens == cupyspec.verify(tokens, target, draft, seed=seeds, step=step).tokens).all()

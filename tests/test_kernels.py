@@ -20,7 +20,7 @@ from scipy.stats import poisson
 
 import cupyspec
 from cupyspec import Sampling, Sigmoid, Token
-from cupyspec._call import Array
+from cupyspec._call import Array, ChainResult
 from cupyspec._philox import Purpose, coin, draw_words, split_seed, unit_exponential
 from cupyspec._segments import SEG, segment_count
 from cupyspec._status import Status
@@ -146,8 +146,6 @@ def test_two_hundred_fifty_five_drafts_need_the_totals_kernel() -> None:
         got = case.verify()
     assert [name for name, _, _ in backend.launches] == ["chain_stats", "chain_totals", "chain_decide"]
     assert_agrees(got, case.oracle())
-    with pytest.raises(ValueError, match="at most 255 draft tokens"):
-        on_host(random_case(np.random.default_rng(0), batch=1, width=256, vocab=2))
 
 
 def test_a_million_ids() -> None:
@@ -246,20 +244,6 @@ def test_broadcast_rows_are_read_in_place() -> None:
     assert (np.asarray(got.tokens) == np.asarray(want.tokens)).all()
 
 
-def test_compact_scratch_of_ragged_rows() -> None:
-    """One long row among many empty ones: pairs are kept by score row, and the answer stays."""
-    rng = np.random.default_rng(2)
-    case = random_case(rng, batch=40, width=100, vocab=2100, segment=SMALL)
-    case.num_draft_tokens = np.where(np.arange(40) == 7, 100, rng.integers(0, 3, 40)).astype(np.int32)
-    backend = HostCuda()
-    with kernels_on_host(backend):
-        flat = case.verify(**case.flattened(rng))
-    assert backend.launches[0][2]["compact"] == 1
-    total = int(case.num_draft_tokens.sum())
-    assert max(a.nbytes for a in backend.allocated) <= 8 * (2 * total + 40) * segment_count(2100, SMALL) + 2**20
-    assert same(on_host(case), flat)
-
-
 @pytest.mark.parametrize(("batch", "width", "vocab"), [(1, 5, 51865), (3, 16, 5000), (200, 1, 3)])
 def test_scratch_is_small(batch: int, width: int, vocab: int) -> None:
     call, rule = checked_call(random_case(np.random.default_rng(0), batch=batch, width=width, vocab=vocab).verify)
@@ -344,10 +328,11 @@ def test_bad_parameters_on_the_device_get_a_status() -> None:
 @pytest.mark.parametrize(
     "bounds", [[0, 5, 2, 6], [2, 3, 4, 6], [-7, 3, 2**40, 1], [0, -1, -1, 99], [6, 6, 6, 6], [0, 0, 9, 6]]
 )
-@pytest.mark.parametrize("limit", [0, 10**9])
-def test_malformed_bounds_never_read_outside(bounds: list[int], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the running sums say: no fault (AddressSanitizer looks on), and what the CPU path answers."""
-    monkeypatch.setattr(_launch, "_COMPACT_ABOVE", limit)
+def test_malformed_bounds_disturb_no_row(bounds: list[int]) -> None:
+    """Whatever the running sums say: no fault (AddressSanitizer looks on), and what the CPU path answers.
+
+    Temperatures differ, so rows whose ranges overlap would show scratch that they share.
+    """
     rng = np.random.default_rng(8)
     flat = {
         "draft_tokens": rng.integers(0, 30, 6).astype(np.int32),
@@ -355,11 +340,10 @@ def test_malformed_bounds_never_read_outside(bounds: list[int], limit: int, monk
         "draft": rng.normal(size=(6, 30)).astype(np.float32),
     }
     case = ChainCase(flat["draft_tokens"][None], flat["target"][None], flat["draft"][None], 30, seed=np.arange(3))
+    case.temperature = np.array([0.2, 1.0, 3.0])
     changes = flat | {"cu_num_draft_tokens": np.array(bounds), "max_draft_tokens": 4}
     want, got = case.verify(**changes), on_host(case, **changes)
-    assert (np.asarray(got.status) == np.asarray(want.status)).all()
-    if limit:  # rows that overlap share pairs of equal content here: all temperatures are 1
-        assert same(want, got)
+    assert same(want, got)
 
 
 # ------------------------------------------------------------------------------------------------ sample()
@@ -419,7 +403,7 @@ def test_preallocated_result() -> None:
     case = random_case(np.random.default_rng(9), batch=3, width=2, vocab=100)
     call, rule = checked_call(case.verify)
     backend = HostCuda()
-    out = _launch.new_result(call, backend)
+    out = ChainResult(**{name: backend.empty(*spec) for name, spec in call.outputs().items()})
     assert run_chain(call, rule, backend, out=out) is out and same(out, on_host(case))
 
 
@@ -602,7 +586,7 @@ def test_under_address_and_undefined_behaviour_sanitizers() -> None:
 def sanitized_cases() -> Iterator[ChainCase]:
     """Exactly as much memory as the call may touch, in every form of a row's end."""
     rng = np.random.default_rng(12)
-    for n, (vocab, dtype) in enumerate([(1, "float32"), (33, "float32"), (SMALL + 1, "float32"), (1000, "float32")]):
+    for n, (vocab, dtype) in enumerate([(1, "float32"), (33, "float16"), (SMALL + 1, "bfloat16"), (1000, "float32")]):
         for rule in (Token(), Sigmoid(-10, 10)):
             case = random_case(rng, batch=3, width=3, vocab=vocab, dtype=dtype, rule=rule, segment=SMALL)
             case.draft_tokens[n % 3, 1] = (-1, vocab, np.iinfo(np.int32).max, np.iinfo(np.int32).min)[n]
@@ -621,8 +605,7 @@ def test_sanitized_calls() -> None:
 @pytest.mark.skipif(not host_backend.sanitized(), reason="runs under sanitizers, see above")
 def test_sanitized_malformed_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for bounds in ([0, 5, 2, 6], [-7, 3, 2**40, 1], [6, 6, 6, 6]):
-        for limit in (0, 10**9):
-            test_malformed_bounds_never_read_outside(bounds, limit, monkeypatch)
+        test_malformed_bounds_disturb_no_row(bounds)
 
 
 @pytest.mark.skipif(not host_backend.sanitized(), reason="runs under sanitizers, see above")

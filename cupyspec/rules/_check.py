@@ -10,7 +10,10 @@ def finite_number(name: str, value: object) -> float:
     """`value` as a float; TypeError unless it is a real number, ValueError unless finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a real number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value!r}")
     return number

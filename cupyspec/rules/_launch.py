@@ -94,8 +94,6 @@ CHAIN_PARAMS = np.dtype(
         ("seed_kind", "i4"),
         ("has_draft", "i4"),
         ("flattened", "i4"),
-        ("compact", "i4"),
-        ("padding", "i4"),
     ],
     align=True,
 )
@@ -117,12 +115,10 @@ PER_ROW_TYPES = {  # enum PerRowType
 }
 _SEED_SPLIT, _SEED_PER_ROW, _SEED_PAIRS = range(3)
 
-MAX_DRAFTS = 255  # as chain.cu
 _STATS_WARPS, _DECIDE_WARPS = 4, 8
 _PAIRED_SEGMENT = 1024  # as chain.cu
 _GRID_LIMIT = 2**31 - 1
 _TOTALS_ABOVE = 32 * 1024  # bytes of pairs a batch row may have before chain_totals reduces them
-_COMPACT_ABOVE = 512 * 1024  # bytes of pairs a ragged layout may leave unused
 
 
 def _integer(value: int | Array | None, default: int = 0) -> tuple[int, int, int, int, int]:
@@ -199,17 +195,6 @@ def chain_specialisation(
     )
 
 
-def new_result(call: ChainCall, backend: Backend) -> ChainResult:
-    """Arrays for a call's answer."""
-    rows = (call.batch_size,)
-    return ChainResult(
-        tokens=backend.empty((call.batch_size, call.num_drafts + 1), call.token_dtype),
-        num_accepted=backend.empty(rows, "int32"),
-        status=backend.empty(rows, "int32"),
-        log_normalizer=None if call.purpose is None else backend.empty(rows, "float32"),
-    )
-
-
 def run_chain(
     call: ChainCall, rule: Token | Sigmoid, backend: Backend, *, out: ChainResult | None = None
 ) -> ChainResult:
@@ -234,12 +219,10 @@ def run_chain(
     Scratch: 8 bytes per (score row, segment), 12 per batch row, and 8 per score row where a batch row has more than
     32 KiB of pairs. Launches: two, or three in that last case; none without rows.
     """
-    result = new_result(call, backend) if out is None else out
+    result = out or ChainResult(**{name: backend.empty(*spec) for name, spec in call.outputs().items()})
     batch, drafts = call.batch_size, call.num_drafts
     if batch == 0:
         return result
-    if drafts > MAX_DRAFTS:
-        raise ValueError(f"on CUDA devices a row may have at most {MAX_DRAFTS} draft tokens, got {drafts}")
     draft = call.draft if drafts else None
     flattened = call.cu_num_draft_tokens is not None
     segments = segment_count(call.vocab_size, call.segment)
@@ -247,9 +230,6 @@ def run_chain(
     all_drafts = call.draft_tokens.shape[0] if flattened and call.draft_tokens is not None else 0
 
     score_rows = batch * slots
-    compact = flattened and (score_rows - (2 * all_drafts + batch)) * segments * 8 > _COMPACT_ABOVE
-    if compact:
-        score_rows = 2 * all_drafts + batch
     with_totals = slots * segments * 8 > _TOTALS_ABOVE
     sizes = (8 * batch, 8 * score_rows * segments, 8 * score_rows * with_totals, 4 * batch)
     scratch = backend.empty((sum(sizes),), "uint8")
@@ -306,8 +286,6 @@ def run_chain(
             seed_kind,
             draft is not None,
             flattened,
-            compact,
-            0,
         ),
         CHAIN_PARAMS,
     )

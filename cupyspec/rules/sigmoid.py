@@ -44,6 +44,7 @@ class Sigmoid:
     def __post_init__(self) -> None:
         if not finite_number("alpha", self.alpha) < finite_number("beta", self.beta):
             raise ValueError(f"alpha must be below beta, got alpha={self.alpha!r}, beta={self.beta!r}")
+        finite_number("beta - alpha", self.beta - self.alpha)
 
     @property
     def exact(self) -> bool:

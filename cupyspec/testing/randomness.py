@@ -10,7 +10,7 @@ from cupyspec._arrays import Border, host
 from cupyspec._checks import host_integer
 from cupyspec._draws import Draws, chain_draws
 from cupyspec._params import seeds, steps
-from cupyspec._philox import POSITION_LIMIT, Purpose, coin, draw_words, split_seed
+from cupyspec._philox import POSITION_LIMIT, STEP_LIMIT, Purpose, coin, draw_words, split_seed
 from cupyspec._segments import SEG
 
 _BATCH = 1 << 18
@@ -101,8 +101,12 @@ def seed_with(coin_range: tuple[float, float], position: int = 0, *, step: int =
     if not 0 <= low <= high or low >= 1:
         raise ValueError(f"coin_range must be 0 <= low <= high with low < 1, got {coin_range!r}")
     position = host_integer("position", position, 0, POSITION_LIMIT - 1)
-    if high < 2.0**-32 and step == 0 and position in _SEEDS_OF_COIN_ZERO:
+    if low > 0 and coin(np.asarray(min(np.floor(high * 2.0**32), 2.0**32 - 1), np.uint32)) < low:
+        raise ValueError(f"coin_range must hold a coin, got {coin_range!r}: near 0 they are multiples of 2^-32")
+    if high < 2.0**-32 and step == start == 0 and position in _SEEDS_OF_COIN_ZERO:
         return _SEEDS_OF_COIN_ZERO[position]
+    host_integer("step", step, 0, STEP_LIMIT - 1)
+    host_integer("start", start, 0, (1 << 64) - (1 << 28))
     for first in range(start, start + (1 << 28), _BATCH):
         tried = np.arange(first, first + _BATCH, dtype=np.uint64)
         (word,) = draw_words(tried, step, Purpose.ACCEPT, position=position, words=1)

@@ -60,8 +60,6 @@ extern "C" const long long* host_cuda_layout() {
                                        offsetof(P, seed_kind),
                                        offsetof(P, has_draft),
                                        offsetof(P, flattened),
-                                       offsetof(P, compact),
-                                       offsetof(P, padding),
                                        -1};
     return layout;
 }
