@@ -6,6 +6,7 @@ the modules already imported, so that none is imported here.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -449,7 +450,7 @@ def as_float32(array: Array, index: Any = ...) -> npt.NDArray[np.float32]:
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
     """An uninitialised C-ordered array on a boundary at which every library takes it without a copy."""
     dtype = np.dtype(dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     values: HostArray = buffer[start : start + size].view(dtype).reshape(shape)

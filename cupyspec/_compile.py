@@ -207,6 +207,10 @@ class CupyBackend:
         self.device = int(runtime.getDevice())
         self.multiprocessors = _multiprocessors(self.device)
 
+    def compile(self, specialisation: Specialisation, name: str) -> None:
+        """Compile and load a kernel, or take it from CuPy's cache."""
+        _compiled(specialisation, name, self.device)
+
     def launch(
         self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
     ) -> None:

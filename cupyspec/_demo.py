@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import cupyspec
+from cupyspec._compile import import_cupy
 from cupyspec._demo_checks import SURE_FAULT, LawCheck, check_law, median_seconds, plain_verify, softmax
 from cupyspec._demo_models import (
     DRAFT_CONTEXT,
@@ -73,11 +74,10 @@ class Device:
 
 
 def _cupy_with_gpu() -> Any:
-    extras = "pip install 'cupyspec[cuda12]', or 'cupyspec[cuda13]' where the driver is for CUDA 13"
     try:
-        import cupy
+        cupy = import_cupy()
     except ImportError as error:
-        raise OptionError("--device", f"cuda needs CuPy, which cannot be imported ({error}): {extras}") from None
+        raise OptionError("--device", str(error)) from None
     try:
         if cupy.cuda.runtime.getDeviceCount():
             return cupy

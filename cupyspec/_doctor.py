@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyspec
+from cupyspec._segments import SEG
 
 PACKAGES = ("numpy", "scipy", "ml_dtypes", "torch", "jax")
 OLDEST_CUPY = (14, 2)  # the first that caches kernels with name expressions on disk
@@ -90,11 +91,12 @@ def one_right_answer(xp: Any) -> str:
 
 
 def compiles(cupy: Any) -> str:
-    """Compile and run a kernel of one line that needs NVRTC and the CUDA headers; what is wrong, or an empty string."""
-    source = '#include <cuda_fp16.h>\nextern "C" __global__ void probe(__half* x) { *x = __float2half(2.0f); }'
-    answer = cupy.zeros(1, cupy.float16)
-    cupy.RawKernel(source, "probe")((1,), (1,), (answer,))
-    return "" if answer.item() == 2 else f"a kernel wrote {answer.item()}, must be 2.0"
+    """Compile cupyspec's kernels for the current device; raises what is wrong."""
+    from cupyspec._compile import CupyBackend
+    from cupyspec.rules._launch import chain_specialisation
+
+    CupyBackend().compile(chain_specialisation("float32", "float32", "int32", False, SEG), "chain_stats")
+    return ""
 
 
 def same_tokens(cupy: Any) -> str:
@@ -170,7 +172,7 @@ def run_doctor() -> int:
         to_do.insert(0, "the CPU path does not work: pip install --force-reinstall cupyspec, then report this output")
     if wheels and driver.devices and sources:
         advice = {
-            "compile": "CuPy cannot compile and launch: pip install 'cupy-cuda12x[ctk]' (or cuda13x) brings NVRTC and headers",
+            "compile": "CuPy cannot compile the kernels: pip install 'cupy-cuda12x[ctk]' (or cuda13x) brings NVRTC",
             "GPU call": "the GPU path does not work: please report this output",
             "GPU = CPU": "GPU and CPU disagree: please report this output",
         }

@@ -272,6 +272,7 @@ def test_first_call_inside_a_capture(fake: FakeCupy) -> None:
 def test_cache_that_cannot_be_moved_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version's private names: the reason for the move is raised, not the missing name."""
     install(monkeypatch, FakeCupy(failures=[PermissionError("kernel_cache is read-only")]))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(PermissionError, match="kernel_cache is read-only"):
         launch(_compile.CupyBackend())
 

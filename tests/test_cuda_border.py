@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         fake = self
-        self.device, self.streams, self.done, self.capturing = 0, [0], False, False
+        self.device, self.streams, self.capturing = 0, [0], False
 
         class Device:
             def __init__(self, ordinal: int | None = None) -> None:
@@ -68,14 +69,15 @@ class FakeCuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake = FakeCuda()
     monkeypatch.setattr(_cuda, "cupy", fake)
     monkeypatch.setattr(_cuda, "_in_flight", {})
     monkeypatch.setattr(_cuda, "_captured", [])
-    _cuda._stream_of.cache_clear()
+    clear = _cuda._stream_of.cache_clear
+    clear()
     yield fake
-    _cuda._stream_of.cache_clear()
+    clear()
 
 
 def test_default_stream_of_every_device(cuda: FakeCuda) -> None:

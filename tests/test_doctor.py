@@ -136,7 +136,7 @@ def test_a_broken_cpu_path_fails_the_command(capsys, monkeypatch, machine, broke
 @pytest.mark.parametrize(
     ("broken", "advice"),
     [
-        ("compiles", "brings NVRTC and headers"),
+        ("compiles", "brings NVRTC"),
         ("one_right_answer", "the GPU path does not work"),
         ("same_tokens", "GPU and CPU disagree"),
     ],
