@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -197,12 +198,17 @@ def test_exact_multinomial_is_the_sum_over_outcomes() -> None:
 def test_exact_multinomial_has_the_power_it_states() -> None:
     """Catches the power of another alternative than the one that is stated."""
     law = np.array([0.5, 0.3, 0.2])
-    result = exact_multinomial([30, 18, 12], law, alpha=0.01)
+
+    @functools.cache
+    def rejected(*counts: int) -> bool:
+        return exact_multinomial(counts, law, alpha=0.01).rejected
+
+    distance = exact_multinomial([45, 27, 18], law, alpha=0.01).detectable
     shift = np.array([0.5, 0, 0.2]) / 0.7 - np.array([0, 1.0, 0])
     rates = []
     for sign in (1, -1):
-        counts = np.random.default_rng(0).multinomial(60, law + sign * result.detectable * shift, 300)
-        rates.append(np.mean([exact_multinomial(c, law, alpha=0.01).rejected for c in counts]))
+        counts = np.random.default_rng(0).multinomial(90, law + sign * distance * shift, 300)
+        rates.append(np.mean([rejected(*c) for c in counts.tolist()]))
     assert 0.97 <= min(rates) <= 0.998  # one of the two directions is the harder one
     assert exact_multinomial([2, 1], [0.5, 0.5]).detectable == math.inf
     with pytest.raises(ValueError, match="use chi_square"):

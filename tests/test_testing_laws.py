@@ -252,7 +252,7 @@ def test_wrong_calls_are_refused() -> None:
         total_variation({(): 1.0}, [1.0])
     with pytest.raises(ValueError, match="one shape"):
         total_variation([1.0], [0.5, 0.5])
-    with pytest.raises(ValueError, match="smaller vocabulary"):
+    with pytest.raises(ValueError, match="use a smaller vocabulary"):
         law_of_cells({}, 100_000, 4)
     with pytest.raises(ValueError, match=r"in \[-1, 3\)"):
         answer_cells([[3, 0]], 3)

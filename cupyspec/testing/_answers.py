@@ -8,13 +8,16 @@ import numpy.typing as npt
 from cupyspec.testing._laws import Law
 
 
-def number_of_cells(vocab_size: int, width: int) -> int:
+COUNTABLE = 10_000_000  # cells of a law that is written out
+
+
+def number_of_cells(vocab_size: int, width: int, limit: int = COUNTABLE) -> int:
     """Cells of answers [B, width]."""
     cells = (vocab_size + 1) ** width
-    if cells > 2**62:
+    if cells > limit:
         raise ValueError(
-            f"answers of {width} tokens from {vocab_size} ids have {cells:.1e} cells: use a smaller vocabulary, or test "
-            "fewer tokens at a time"
+            f"answers of {width} tokens from {vocab_size} ids have {cells} cells, above {limit}: use a smaller "
+            "vocabulary or fewer drafts"
         )
     return int(cells)
 
@@ -43,7 +46,7 @@ def answer_cells(tokens: npt.ArrayLike, vocab_size: int) -> npt.NDArray[np.int64
     array = np.asarray(tokens)
     if array.ndim != 2 or array.dtype.kind not in "iu":
         raise ValueError(f"tokens must be integers [B, K + 1], got {array.dtype} of shape {array.shape}")
-    number_of_cells(vocab_size, array.shape[1])
+    number_of_cells(vocab_size, array.shape[1], 2**62)
     if array.size and not (-1 <= int(array.min()) and int(array.max()) < vocab_size):
         raise ValueError(f"tokens must be in [-1, {vocab_size}), got {array.min()} to {array.max()}")
     powers = (vocab_size + 1) ** np.arange(array.shape[1], dtype=np.int64)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cupyspec._checks import host_integer
 from cupyspec.rules import Sigmoid, Token
-from cupyspec.testing._answers import answer_cells, law_of_cells
+from cupyspec.testing._answers import answer_cells, law_of_cells, number_of_cells
 from cupyspec.testing._budget import ErrorBudget
 from cupyspec.testing._counts import Counts, Floats
 from cupyspec.testing._goodness import chi_square
@@ -95,6 +95,7 @@ def assert_unbiased(
     experiment = _Experiment(verify_like, as_model("p", p, logits), as_model("q", q, logits), width, logits, dtype)
     if experiment.draft(()).size != experiment.vocab_size:
         raise ValueError(f"p and q must have equal rows, got {experiment.vocab_size} and {experiment.draft(()).size}")
+    number_of_cells(experiment.vocab_size, width + 1)  # before the work of enumerating them
     exact = target_law(p, width + 1) if rule is None else output_law(rule, p, q, width)
     law = law_of_cells(exact, experiment.vocab_size, width)
     chunk = draws if batch is None else _need_positive("batch", batch)
