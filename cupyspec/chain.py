@@ -71,8 +71,8 @@ def verify(
     Parameters
     ----------
     draft_tokens : array [B, K] int32 or int64
-        Drafted ids. -1 ends a row's drafts: later ones are ignored, and the next token comes from the target at that
-        position. Flattened layout: [T], see `cu_num_draft_tokens`.
+        Drafted ids, K at most 255. -1 ends a row's drafts: later ones are ignored, and the next token comes from the
+        target at that position. So does an id below -1 or not below `vocab_size`, and the row gets a status. Flattened layout: [T], see `cu_num_draft_tokens`.
     target_logits : array [B, K + 1, V] float32, float16 or bfloat16
         The target's scores at each draft position and at the one after the last. Flattened: [T + B, V].
     draft_logits : array [B, K, V], optional
@@ -90,7 +90,8 @@ def verify(
     draft_sampling : Sampling, optional
         What the drafts were drawn with, where it differs.
     num_draft_tokens : integer array [B], optional
-        Drafts of each row, at most K. A row's later drafts and score rows are never looked at.
+        Drafts of each row. A row's later drafts and score rows are never looked at. Outside [0, K] it is clamped and
+        the row gets a status.
     cu_num_draft_tokens : integer array [B + 1], optional
         Flattened layout: row b's drafts are ``cu[b]`` to ``cu[b + 1]``, its target rows start at ``cu[b] + b``.
     max_draft_tokens : int, optional
@@ -128,14 +129,16 @@ def verify(
     ValueError
         Wrong shape or host value of an argument, arrays on different devices; with `check`, a row with a fault.
     ImportError
-        A CUDA array without CuPy.
+        A CUDA array without CuPy, with several CuPy packages at once, or without CUDA's run-time compiler.
+    RuntimeError
+        A GPU older than compute capability 7.5, or kernels that do not compile with the compiler found.
 
     Notes
     -----
     Token rule: draft x at a position is accepted iff p(x) > 0 and ``u * q(x) < p(x)`` with a coin u on [0, 1). After
     the first rejection the next token comes from norm([p - q]+), or from p if that is zero everywhere; without a
-    rejection it comes from the target's next row. Each number is a function of (seed, step, position) alone: a row's
-    tokens do not depend on its batch.
+    rejection it comes from the target's next row. Each number is a function of (row seed, step, position) alone: given
+    its own seed, a row's tokens do not depend on its batch.
 
     Bad values get a status in their own row and never disturb another: see `Status`.
 

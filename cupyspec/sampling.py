@@ -63,8 +63,10 @@ def sample(
     ----------
     logits : array [B, V] float32, float16 or bfloat16
         Scores, from any library that speaks DLPack.
-    seed, step
-        As in `verify`. A (seed, step, purpose, position, draw) is used once.
+    seed : int, or integer array [B] or [B, 2] uint32
+        As in `verify`: a scalar is split per row, an array holds each row's 64-bit seed, or pairs (high, low).
+    step : int or integer array [1] or [B], default 0
+        In [0, 2^56). A (seed, step, purpose, position, draw) is used once.
     position : int or integer array [1] or [B], default 0
         Column of ``draft_tokens`` that the token will stand in, in [0, 65536).
     draw : int or integer array [1] or [B], default 0
@@ -84,7 +86,9 @@ def sample(
     token_dtype : {"int32", "int64"}
         Dtype of the answer.
     return_log_normalizer : bool, default False
-        Return what `verify` takes as ``draft_log_normalizer``. Logits only.
+        Return what `verify` takes as ``draft_log_normalizer``. Logits only. It is float32 and of the size of
+        max(logits) / temperature, so at temperatures below about 0.1 its rounding (2^-24 of it) shows in
+        probabilities: there, let `verify` sum the rows itself.
     out : Sample, optional
         Arrays to write the answer to.
     check : bool, default False
@@ -97,7 +101,7 @@ def sample(
 
     Raises
     ------
-    TypeError, ValueError, ImportError
+    TypeError, ValueError, ImportError, RuntimeError
         As `verify`.
 
     Notes
