@@ -455,3 +455,25 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
     start = -buffer.ctypes.data % _ALIGNMENT
     values: HostArray = buffer[start : start + size].view(dtype).reshape(shape)
     return values
+
+
+_pytrees: set[type] = set()
+
+
+def register_jax_pytree(kind: type, names: Sequence[str]) -> None:
+    """Make a frozen dataclass a JAX pytree of the named fields, once, if JAX is there."""
+    jax = sys.modules.get("jax")
+    if jax is None or not hasattr(jax, "tree_util") or kind in _pytrees:
+        return
+
+    def flatten(instance: Any) -> tuple[list[Any], None]:
+        return [getattr(instance, name) for name in names], None
+
+    def unflatten(_: None, leaves: Any) -> Any:
+        instance: Any = object.__new__(kind)  # leaves may be tracers or placeholders: not checked here
+        for name, leaf in zip(names, leaves, strict=True):
+            object.__setattr__(instance, name, leaf)
+        return instance
+
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+    _pytrees.add(kind)

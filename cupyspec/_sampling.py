@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+
+from cupyspec._arrays import register_jax_pytree
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Sampling:
     min_p: Any = 0.0
 
     def __post_init__(self) -> None:
-        _register_pytree()
+        register_jax_pytree(Sampling, [field.name for field in fields(self)])
         if isinstance(self.temperature, bool) or self.temperature is None or isinstance(self.temperature, str):
             raise TypeError(f"temperature must be a real number or an array [B], got {self.temperature!r}")
         if isinstance(self.temperature, numbers.Real):
@@ -81,23 +82,3 @@ def _equals(value: Any, default: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         return False
     return bool(value == default)
-
-
-def _register_pytree() -> None:
-    """Make Sampling a JAX pytree, once, if JAX is there."""
-    jax = sys.modules.get("jax")
-    if jax is None or not hasattr(jax, "tree_util") or Sampling in _registered:
-        return
-    names = [field.name for field in fields(Sampling)]
-
-    def unflatten(_: None, leaves: Any) -> Sampling:
-        sampling = object.__new__(Sampling)  # leaves may be tracers or placeholders: not checked here
-        for name, leaf in zip(names, leaves, strict=True):
-            object.__setattr__(sampling, name, leaf)
-        return sampling
-
-    jax.tree_util.register_pytree_node(Sampling, lambda s: ([getattr(s, n) for n in names], None), unflatten)
-    _registered.add(Sampling)
-
-
-_registered: set[type] = set()

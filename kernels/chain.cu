@@ -6,16 +6,14 @@
 //   tokens [B, K+1]: the accepted prefix, one more token, then -1. num_accepted [B]. status [B].
 //
 // chain_stats   one warp: one or two segments of one score row -> a pair each in scratch (segment.cuh). Rows that no
-// decision needs
-//               are not read. Also clears the race that chain_decide counts on: nothing survives a call.
+//               decision needs are not read. Also clears the race that chain_decide counts on: nothing survives a call.
 // chain_totals  one warp: the pairs of one score row -> one. Only launched where a batch row has many pairs.
 // chain_decide  blocks_per_row blocks: each decides the row from the pairs (the same in every block, so nothing is
-// handed
-//               over); after a rejection the row's blocks race its segments and the last one picks the token. Other
-//               rows are finished by their first block.
+//               handed over); after a rejection the row's blocks race its segments and the last one picks the token.
+//               Other rows are finished by their first block.
 //
-// Rules: Token (arXiv 2211.17192, 2302.01318) and Sigmoid (arXiv 2406.11016), see docs of cupyspec.rules. A temperature
-//   below 2^-126 is greedy. A rejected row whose residual is zero everywhere draws from the target instead.
+// Rules: Token (arXiv 2211.17192, 2302.01318) and Sigmoid (arXiv 2406.11016). A temperature below 2^-126 is greedy. A
+//   rejected row whose residual is zero everywhere draws from the target instead.
 // Random numbers: coin i = word 0 at (ACCEPT, position i). The draw at stop position n uses, for segment s, word 0
 //   (exponential) and word 1 (pick) at (RESIDUAL or BONUS, position n, segment s); sample() brings its purpose,
 //   position and draw.
@@ -23,8 +21,7 @@
 //   inside that segment. That is the categorical law.
 // Ties of an argmax: the lowest id. Weights below 2^-126 count as 0 (-ftz=true).
 // Deterministic bit for bit: no sum depends on launch shape, batch, alignment or layout; the atomics are a minimum, a
-// bit
-//   set and a count.
+//   bit set and a count.
 // No input value, id or length makes a kernel read or write out of bounds: lengths are clamped, ids compared first.
 #include "chain_draw.cuh"
 #include "chain_verdict.cuh"

@@ -58,7 +58,7 @@ enum SeedKind {
     SEED_PAIRS     // [B, 2] uint32: high, low
 };
 
-// The one argument of every kernel; cupyspec.rules._launch.CHAIN_PARAMS is the same struct in NumPy.
+// The one argument of every kernel; the host fills in the same struct.
 struct ChainParams {
     Scores target, draft;
     PerRow active, seed, step, position, draw, num_draft_tokens, cu_num_draft_tokens;

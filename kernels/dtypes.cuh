@@ -81,7 +81,7 @@ struct PerRow {
     const void* data;
     long long stride;  // in elements
     unsigned long long value;
-    int type;  // cupyspec.rules._launch.PER_ROW_TYPES
+    int type;  // PerRowType
     int padding;
 };
 

@@ -1,4 +1,4 @@
-// Random numbers: Philox4x32-10 (Salmon et al., SC 2011), the same words as cupyspec/_philox.py.
+// Random numbers: Philox4x32-10 (Salmon et al., SC 2011), the same words as the CPU path's.
 //
 // A number is a pure function of (row seed, step, purpose, position, draw, segment): no state, no hand-out order, so a
 // token never depends on grid, block size or batch-mates.
@@ -6,7 +6,7 @@
 
 namespace cupyspec {
 
-// The top byte of counter word w: no two uses share a number. As cupyspec._philox.Purpose.
+// The top byte of counter word w: no two uses share a number.
 enum Purpose {
     PURPOSE_DRAFT = 1,
     PURPOSE_TARGET = 2,
