@@ -1,4 +1,4 @@
-"""The command line: `cupyspec demo` and `cupyspec doctor`, also as `python -m cupyspec`."""
+"""The command line: `cupyspec demo`, `cupyspec check` and `cupyspec doctor`, also as `python -m cupyspec`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,29 @@ def _temperature(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < 3.4e38:  # it is used in float32
         raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
+    return value
+
+
+def _draws(text: str) -> int:
+    """An integer, also as 1e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (1 <= value <= 1e15 and value == int(value)):
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, as 1e9, got {text!r}")
+    return int(value)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
 
 
@@ -52,7 +73,7 @@ def _rule(text: str) -> Token | Sigmoid:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cupyspec", description="The verification step of speculative sampling.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,doctor}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,check,doctor}")
 
     demo = commands.add_parser(
         "demo",
@@ -97,6 +118,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
+    check = commands.add_parser(
+        "check",
+        help="statistical proof that tokens follow their exact laws, on this machine",
+        description="Draw with sample() and verify() under every rule and dtype, count, and test the counts against exact "
+        "probabilities. The table says how small a fault each check finds. Exit code 1 if one fails or cannot decide.",
+    )
+    check.set_defaults(parser=check)
+    check.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    check.add_argument(
+        "--draws",
+        type=_draws,
+        metavar="N",
+        help="verifications of each check, 1e9 say (default: what takes about 20 seconds)",
+    )
+    check.add_argument(
+        "--minutes",
+        type=_minutes,
+        metavar="M",
+        help="stop after about so long, the time shared by the checks; without --draws, use all of it",
+    )
+    check.add_argument(
+        "--seed",
+        type=_integer(-(2**63), 2**64 - 1, "an integer from -2^63 to 2^64 - 1"),
+        default=0,
+        metavar="SEED",
+        help="the same seed gives the same draws (default: %(default)s)",
+    )
+    check.add_argument("--json", metavar="FILE", help="write a report there")
+
     commands.add_parser(
         "doctor",
         help="what is installed, what is missing and how to get it",
@@ -115,6 +165,10 @@ def _run(options: argparse.Namespace) -> int:
     from cupyspec._demo import OptionError, run_demo
 
     try:
+        if options.command == "check":
+            from cupyspec._check import run_check
+
+            return run_check(options)
         return run_demo(options)
     except OptionError as error:
         parser: argparse.ArgumentParser = options.parser
