@@ -49,13 +49,11 @@ class Outcome:
 
     def line(self) -> str:
         """A row of the table."""
-        name = f"{self.check}: {self.counted}"
-        if self.p_value is None:
-            return f"{name:<58}{self.draws:>13,}  {self.verdict}: {self.note}"
-        return (
-            f"{name:<58}{self.draws:>13,}{self.statistic:>11.1f}{self.cells:>7}{self.p_value:>10.2g}"
-            f"{self.distance:>10.2g}{self.detectable:>10.2g}{self.seconds:>8.1f}  {self.verdict}"
-        )
+        line = f"{self.check + ': ' + self.counted:<58}{self.draws:>13,}"
+        if self.p_value is not None:
+            line += f"{self.statistic:>11.1f}{self.cells:>7}{self.p_value:>10.2g}"
+            line += f"{self.distance:>10.2g}{self.detectable:>10.2g}{self.seconds:>8.1f}"
+        return f"{line}  {self.verdict}" + (f": {self.note}" if self.note else "")
 
 
 HEADER = (

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from cupyspec.testing._laws import Law
 
-
 COUNTABLE = 10_000_000  # cells of a law that is written out
 
 
