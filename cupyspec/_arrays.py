@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -341,8 +342,13 @@ class Border:
         """
         if isinstance(x, (list, tuple)):
             # As objects: integers of every size stay what they are until the parameter's own check.
-            values = np.array(x, dtype=object)
-            return np.array(x) if all(isinstance(v, (float, np.floating)) for v in values.flat) else values
+            try:
+                values = np.array(x, dtype=object)
+            except Exception as error:  # whatever its elements raise when NumPy looks at them
+                raise TypeError(f"{name} must be a list of numbers, got one that NumPy cannot read: {error}") from error
+            return (
+                np.array(x) if values.size and all(isinstance(v, (float, np.floating)) for v in values.flat) else values
+            )
         if isinstance(x, (bool, int, float)):
             return np.asarray(x)
         if isinstance(x, np.generic):
@@ -458,6 +464,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
 
 
 _pytrees: set[type] = set()
+_pytrees_lock = threading.Lock()
 
 
 def register_jax_pytree(kind: type, names: Sequence[str]) -> None:
@@ -465,6 +472,12 @@ def register_jax_pytree(kind: type, names: Sequence[str]) -> None:
     jax = sys.modules.get("jax")
     if jax is None or not hasattr(jax, "tree_util") or kind in _pytrees:
         return
+    with _pytrees_lock:
+        if kind not in _pytrees:
+            _register(jax, kind, names)
+
+
+def _register(jax: Any, kind: type, names: Sequence[str]) -> None:
 
     def flatten(instance: Any) -> tuple[list[Any], None]:
         return [getattr(instance, name) for name in names], None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_DRAFTS = 255  # drafts of a row
+PROBABILITY_LIMIT = 2.0**64  # given probabilities stay below it, so that float32 sums of any row stay finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -397,7 +397,9 @@ def run_demo(options: Namespace) -> int:
         )
 
     run = decode(models, prompt, options, device)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    colour = (
+        bool(sys.stdout and sys.stdout.isatty()) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
     pieces = [models.pieces[token] for token in run.tokens[: options.tokens]]
     print(f"\n{show_text(prompt_text, pieces, run.kinds[: options.tokens], colour)}\n\n{legend(colour)}\n")
     print(report_acceptance(run, options.draft_length, options.rule.exact), end="\n\n")

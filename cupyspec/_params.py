@@ -90,7 +90,7 @@ def temperatures(border: Border, name: str, value: Any, batch_size: int, active:
     values = _host_reals(name, values)
     if values.shape != ():
         _check_per_row(name, values.shape, batch_size)
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
         single = values.astype(np.float32)
     looked_at = active if active is not None and values.shape != () else ...
     checked, checked_single = values[looked_at], single[looked_at]
@@ -167,6 +167,7 @@ def _host_reals(name: str, values: HostArray) -> npt.NDArray[np.floating[Any]]:
     elif values.dtype.kind not in "iuf":
         raise TypeError(f"{name} must be real numbers, got {values.dtype.name}")
     try:
-        return values.astype(np.float64)
+        with np.errstate(all="ignore"):  # long doubles out of range become 0 or inf, which is then judged
+            return values.astype(np.float64)
     except OverflowError as error:
         raise ValueError(f"{name} must be finite, got an integer too large for a float") from error

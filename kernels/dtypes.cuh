@@ -17,6 +17,7 @@ struct BFloat16 {
 constexpr unsigned int INF_BITS = 0x7F800000u;
 constexpr unsigned int NEG_INF_BITS = 0xFF800000u;
 constexpr unsigned int MIN_NORMAL_BITS = 0x00800000u;  // 2^-126
+constexpr unsigned int TOO_LARGE_BITS = 0x5F800000u;   // 2^64: below it sums of any row stay finite
 constexpr float MIN_NORMAL = 1.17549435e-38f;
 
 __device__ inline float float_of(unsigned int bits) { return __uint_as_float(bits); }
@@ -59,8 +60,8 @@ template <> struct Storage<BFloat16> {
 // NaN or +inf: no logit.
 __device__ inline bool bad_logit(unsigned int bits) { return (bits & 0x7FFFFFFFu) >= INF_BITS && bits != NEG_INF_BITS; }
 
-// NaN, infinite or negative: no probability. -0.0 is one.
-__device__ inline bool bad_probability(unsigned int bits) { return bits >= INF_BITS && bits != 0x80000000u; }
+// NaN, negative, or 2^64 and above: no probability. -0.0 is one.
+__device__ inline bool bad_probability(unsigned int bits) { return bits >= TOO_LARGE_BITS && bits != 0x80000000u; }
 
 // Below 2^-126 a probability counts as 0, on every back end.
 __device__ inline float clean_probability(unsigned int bits) {

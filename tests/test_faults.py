@@ -14,6 +14,8 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.special import softmax
 
 import cupyspec
@@ -635,3 +637,50 @@ def test_f28_draft_tokens_of_other_dtypes_are_refused(kind: Any) -> None:
     x, target, draft = random_chain(2, 1, 5)
     with pytest.raises(TypeError, match="draft_tokens"):
         cupyspec.verify(x.astype(kind), target, draft, seed=0)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocab=st.sampled_from((2, 5, 1030, 2000)),
+    side=st.sampled_from(("logits", "probs beside logits")),
+)
+def test_garbage_normalizers_still_give_possible_ids(seed: int, vocab: int, side: str) -> None:
+    """Sides of a residual scaled apart until one overflows: an id above the vocabulary came out, with status 0."""
+    rng = np.random.default_rng(seed)
+    z, y = rng.normal(0, 3, (8, 2, vocab)).astype(np.float32), rng.normal(0, 3, (8, 1, vocab)).astype(np.float32)
+    x = rng.integers(0, vocab, (8, 1))
+    z[np.arange(8), 0, x[:, 0]] -= rng.choice([0, 90])
+    y[np.arange(8), 0, x[:, 0]] += rng.choice([0, 30])
+    z[:, :, -1] = -np.inf
+    options: dict[str, Any] = {"draft_log_normalizer": rng.uniform(-100, 100, (8, 1))}
+    if side == "logits":
+        options["target_log_normalizer"] = rng.uniform(-100, 100, (8, 2))
+    else:
+        z = np.where(z > 0, np.float32(2.0) ** rng.integers(-120, 63, z.shape), 0).astype(np.float32)
+        z[:, :, 0] = 1
+        options |= {"scores": "probs", "draft_scores": "logits"}
+    with np.errstate(all="ignore"):
+        answer = cupyspec.verify(x, z, y, seed=np.arange(8), **options)
+    assert not answer.status.any()
+    assert ((answer.tokens >= -1) & (answer.tokens < vocab - (side == "logits"))).all()
+
+
+@pytest.mark.parametrize("value", [2.0**64, 3e38])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_probabilities_whose_sum_could_overflow(value: float, side: str) -> None:
+    """A float32 sum that is infinite draws the last id, or one that does not exist."""
+    p, q = (np.full((1, n, 5000), 1e-3, np.float32) for n in (2, 1))
+    (p if side == "target" else q)[:, 0] = value
+    answer = cupyspec.verify(np.array([[1]]), p, q, seed=[0], scores="probs")
+    assert answer.status.tolist() == [1 if side == "target" else 4] and answer.tokens.tolist() == [[-1, -1]]
+    fine = np.full((1, 5000), 2.0**63, np.float32)
+    assert 0 <= cupyspec.sample(fine, seed=0, scores="probs").tokens[0] < 5000
+
+
+def test_empty_lists_for_an_empty_batch() -> None:
+    """A list of nothing is a float array to NumPy."""
+    answer = cupyspec.verify(
+        np.ones((0, 2), np.int32), np.zeros((0, 3, 5), np.float32), seed=[], step=[], num_draft_tokens=[], active=[]
+    )
+    assert answer.tokens.shape == (0, 3)
+    assert cupyspec.sample(np.zeros((0, 5), np.float32), seed=[], position=[], draw=[]).tokens.shape == (0,)

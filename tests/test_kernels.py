@@ -624,3 +624,14 @@ def test_sanitizer_is_at_work() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_probabilities_whose_sum_could_overflow(side: str) -> None:
+    """A float32 sum that is infinite makes the last segment win, or the last id."""
+    p, q = (np.full((1, n, 3000), 1e-3, np.float32) for n in (2, 1))
+    (p if side == "target" else q)[:, 0] = 2.0**64
+    case = ChainCase(np.array([[1]]), p, q, 3000, seed=np.zeros(1, np.uint64), target_probs=True, draft_probs=True)
+    assert same(case.verify(), on_host(case)) and on_host(case).status[0] == (1 if side == "target" else 4)
+    p[:], q[:] = 2.0**63, 2.0**60
+    assert_agrees(on_host(case), case.oracle())

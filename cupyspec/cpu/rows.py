@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyspec._arrays import as_float32, host
-from cupyspec._call import Array, ChainCall, Scores
+from cupyspec._call import PROBABILITY_LIMIT, Array, ChainCall, Scores
 from cupyspec._segments import segment_count
 from cupyspec._status import Status
 
@@ -126,7 +126,7 @@ class Rows:
     @cached_property
     def status(self) -> Statuses:
         """What is wrong with each whole row."""
-        not_finite = ~(self.top < np.inf)
+        not_finite = ~(self.top < (PROBABILITY_LIMIT if self.side.probs else np.inf))
         if self.side.probs:
             not_finite |= np.minimum.reduce(self.scores, axis=1) < 0
             empty = self.top < SMALLEST

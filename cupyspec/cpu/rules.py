@@ -71,11 +71,16 @@ def residual(rule: Token | Sigmoid, proposal: Proposal) -> tuple[Weights, Status
         if isinstance(rule, Sigmoid):
             w = _sigmoid_residual(rule, target.scaled(), draft.scaled()).astype(np.float32)
         else:
-            # [p - q]+ times the draft's scale: draws need no normaliser. As max(p, q) - q: NumPy compares an array with
-            # a number several times slower than two arrays.
-            w = target.weights.w * (draft.scale / target.scale).astype(np.float32)[:, None]
-            np.maximum(w, draft.weights.w, out=w)
-            w -= draft.weights.w
+            # [p - q]+ in units that leave both sides at most as large as they are, since draws need no normaliser and
+            # log-normalisers handed in may be anything. As max(p, q) - q: NumPy compares an array with a number
+            # several times slower than two arrays.
+            ratio = np.nan_to_num(draft.scale / target.scale, nan=1.0)
+            w = target.weights.w * np.minimum(ratio, 1).astype(np.float32)[:, None]
+            q = draft.weights.w
+            if (ratio > 1).any():
+                q = q * np.minimum(1 / ratio, 1).astype(np.float32)[:, None]
+            np.maximum(w, q, out=w)
+            w -= q
     weights = Weights.of(w, target.side.segment)
     zero = ~(weights.total() > 0)
     if zero.any():

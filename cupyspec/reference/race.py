@@ -47,7 +47,7 @@ def race(
     token = int(starts[winner]) + int(np.searchsorted(running, threshold, side="right"))
 
     highest = exponentials[winner] / (mass - error) if error < mass else np.inf
-    close_race = bool((np.delete(lowest, winner) <= highest).any())
+    close_race = bool((np.delete(lowest, winner) <= highest).any() or error >= mass)
     boundaries = running[:-1][np.diff(running) > 0]
     close_pick = bool((np.abs(boundaries - threshold) <= error).any())
     width = 2 * boundaries.size * error / mass + (4 * errors.sum() / masses.sum() if starts.size > 1 else 0.0)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyspec._call import PROBABILITY_LIMIT
+
 Floats = npt.NDArray[np.floating[Any]]
 Float64 = npt.NDArray[np.float64]
 
@@ -21,7 +23,7 @@ def is_greedy(temperature: float) -> bool:
 def not_finite(row: Floats, probs: bool) -> bool:
     """Whether a row holds a value that no score may have."""
     row = row.astype(np.float64)
-    wrong = np.isnan(row) | (row == np.inf) | (probs & (row < 0))
+    wrong = np.isnan(row) | (row == np.inf) | (probs & ((row < 0) | (row >= PROBABILITY_LIMIT)))
     return bool(wrong.any())
 
 

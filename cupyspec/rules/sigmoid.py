@@ -45,6 +45,8 @@ class Sigmoid:
         if not finite_number("alpha", self.alpha) < finite_number("beta", self.beta):
             raise ValueError(f"alpha must be below beta, got alpha={self.alpha!r}, beta={self.beta!r}")
         finite_number("beta - alpha", self.beta - self.alpha)
+        object.__setattr__(self, "alpha", float(self.alpha))
+        object.__setattr__(self, "beta", float(self.beta))
 
     @property
     def exact(self) -> bool:

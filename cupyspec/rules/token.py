@@ -44,6 +44,7 @@ class Token:
     def __post_init__(self) -> None:
         if not 0.0 < finite_number("lenience", self.lenience) <= 1.0:
             raise ValueError(f"lenience must be in (0, 1], got {self.lenience!r}")
+        object.__setattr__(self, "lenience", float(self.lenience))
 
     @property
     def exact(self) -> bool:

@@ -54,6 +54,10 @@ def draws(
     >>> d.coins.shape, d.exponentials.shape
     ((2, 4), (2, 2, 5, 1))
     """
+    batch_size = host_integer("batch_size", batch_size, 0, 1 << 31)
+    num_draft_tokens = host_integer("num_draft_tokens", num_draft_tokens, 0, POSITION_LIMIT - 1)
+    vocab_size = host_integer("vocab_size", vocab_size, 1, 1 << 31)
+    segment = host_integer("segment", segment, 1, 1 << 31)
     border = Border("seed", np.empty(0))
     seed, step = seeds(border, seed, batch_size), steps(border, step, batch_size, None)
     row_seeds = split_seed(seed, batch_size) if isinstance(seed, int) else host(seed)
@@ -97,7 +101,12 @@ def seed_with(coin_range: tuple[float, float], position: int = 0, *, step: int =
     >>> bool(0.25 <= coins[0, 1] <= 0.26)
     True
     """
-    low, high = (float(v) for v in coin_range)
+    try:
+        low, high = (float(v) for v in coin_range)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"coin_range must be two numbers, got {coin_range!r}") from error
+    step = host_integer("step", step, 0, STEP_LIMIT - 1)
+    start = host_integer("start", start, 0, (1 << 64) - (1 << 28))
     if not 0 <= low <= high or low >= 1:
         raise ValueError(f"coin_range must be 0 <= low <= high with low < 1, got {coin_range!r}")
     position = host_integer("position", position, 0, POSITION_LIMIT - 1)
@@ -105,8 +114,6 @@ def seed_with(coin_range: tuple[float, float], position: int = 0, *, step: int =
         raise ValueError(f"coin_range must hold a coin, got {coin_range!r}: near 0 they are multiples of 2^-32")
     if high < 2.0**-32 and step == start == 0 and position in _SEEDS_OF_COIN_ZERO:
         return _SEEDS_OF_COIN_ZERO[position]
-    host_integer("step", step, 0, STEP_LIMIT - 1)
-    host_integer("start", start, 0, (1 << 64) - (1 << 28))
     for first in range(start, start + (1 << 28), _BATCH):
         tried = np.arange(first, first + _BATCH, dtype=np.uint64)
         (word,) = draw_words(tried, step, Purpose.ACCEPT, position=position, words=1)
