@@ -64,6 +64,26 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"frontends: installed {installed}, required {requested}"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of planted faults, after a run of test_planted_faults.py."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for key, value in getattr(report, "user_properties", []):
+                if key == "planted fault" and report.when == "call":
+                    name, experiment, back_end, statistic = value
+                    note = statistic if outcome == "passed" else f"NOT NOTICED: {statistic}"
+                    found.setdefault((name, experiment), {})[back_end] = note
+    if not found:
+        return
+    terminalreporter.section(f"{len(found)} planted faults, and what noticed them")
+    lines = [("fault", "noticed by", "CPU path", "kernels")]
+    lines += [(*names, notes.get("numpy", "-"), notes.get("host_cuda", "-")) for names, notes in found.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        terminalreporter.write_line("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
 @cache
 def missing_gpu() -> str:
     """Why there is no CUDA device to test on, or an empty string. Asks the driver alone: no framework is imported."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -51,9 +51,11 @@ def sanitized() -> bool:
 
 
 @cache
-def library(specialisation: Specialisation) -> ctypes.CDLL:
-    """The shared library of a specialisation."""
-    loaded = build(source(specialisation.file), (_HERE / "chain_entry.hpp").read_text(), specialisation.options)
+def library(specialisation: Specialisation, change: Callable[[str], str] | None = None) -> ctypes.CDLL:
+    """The shared library of a specialisation; `change` edits the expanded source on its way to the compiler."""
+    text = source(specialisation.file)
+    entries = (_HERE / "chain_entry.hpp").read_text()
+    loaded = build(text if change is None else change(text), entries, specialisation.options)
     loaded.host_cuda_layout.restype = ctypes.POINTER(ctypes.c_longlong)
     return loaded
 
@@ -93,10 +95,13 @@ def build(kernels: str, entries: str, options: tuple[str, ...] = ()) -> ctypes.C
 
 
 class HostCuda:
-    """Runs launches at once. `order` permutes blocks and threads, `multiprocessors` shapes the launches."""
+    """Runs launches at once. `order` permutes blocks and threads, `multiprocessors` shapes the launches.
 
-    def __init__(self, *, order: int = 0, multiprocessors: int = 4) -> None:
-        self.order, self.multiprocessors = order, multiprocessors
+    `change` is a compile option: it edits the source before g++ reads it, and so plants a fault (see machines.py).
+    """
+
+    def __init__(self, *, order: int = 0, multiprocessors: int = 4, change: Callable[[str], str] | None = None) -> None:
+        self.order, self.multiprocessors, self.change = order, multiprocessors, change
         self.allocated: list[np.ndarray] = []  # in the order asked for, for tests that look into the scratch
         self.launches: list[tuple[str, int, np.ndarray]] = []
 
@@ -113,7 +118,7 @@ class HostCuda:
         check_launch(specialisation, name, grid, block, params)
         self.order += 1
         self.launches.append((name, grid, params))
-        message = library(specialisation).host_cuda_launch(
+        message = library(specialisation, self.change).host_cuda_launch(
             name.encode(), grid, block, params.ctypes.data, self.order * 0x9E3779B97F4A7C15 % 2**64
         )
         if message:
