@@ -189,7 +189,10 @@ def run_check(options: Namespace) -> int:
             Path(options.json).open("a").close()  # before the work, not after it
         except OSError as error:
             raise OptionError("--json", f"cannot write {options.json}: {error.strerror}") from None
-    selected = cases(kind)
+    every = cases(kind)
+    selected = [case for case in every if options.only.lower() in case.name.lower()]
+    if not selected:
+        raise OptionError("--only", f"must be part of one of: {'; '.join(case.name for case in every)}")
     began = datetime.now(timezone.utc)
     start = time.monotonic()
     deadline = None if options.minutes is None else start + 60 * options.minutes

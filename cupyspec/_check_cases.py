@@ -144,7 +144,7 @@ def _chain(
                 sampling=samplings[0],
                 draft_sampling=None if one_hot else samplings[1],
             )
-            return [_sound(xp, got, (got.tokens + 1) @ powers, len(law))]
+            return [_sound(xp, got, ((got.tokens + 1) * powers).sum(axis=1), len(law))]
 
         return run
 

@@ -192,6 +192,15 @@ def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a filter that leaves nothing and passes."""
+    assert main(["check", "--draws", "3000", "--only", "one-hot"]) == 0
+    assert "\n1 checks in" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--only", "sigmoidal"])
+    assert "must be part of one of: sample, float32; " in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an hour's work that is lost at the end."""
     with pytest.raises(SystemExit, match="2"):
