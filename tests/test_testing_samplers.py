@@ -105,6 +105,8 @@ def test_a_sampler_that_ignores_its_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="draw must use its seed: 0 and 1 gave the same 100 ids"):
         assert_samples_from(lambda n, seed: fixed(n, 7), P, draws=10_000, batch=100)
     assert_samples_from(lambda n, seed: np.zeros(n, int), [1.0, 0.0], draws=1000, batch=100)  # one-hot: no seed shows
+    with pytest.raises(AssertionError, match="do not follow"):  # one id for ever is wrong, whatever the seed does
+        assert_samples_from(lambda n, seed: np.zeros(n, int), P, draws=1000)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ class _Source:
         """A sampler that ignores its seed would confirm its own luck."""
         if self.before is not None and self.collision is not None:
             common = min(ids.size, self.before.size)
-            repeats = bool((ids[:common] == self.before[:common]).all())
+            repeats = bool((ids[:common] == self.before[:common]).all()) and ids.min() < ids.max()
             if repeats and self.collision**common < 1e-12:
                 raise ValueError(f"draw must use its seed: {self.seed - 1} and {self.seed} gave the same {common} ids")
         self.before = ids
