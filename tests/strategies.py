@@ -21,6 +21,7 @@ from cupyspec._segments import SEG
 from cupyspec.reference.chain import OracleAnswer
 from cupyspec.reference.chain import verify as oracle_verify
 from cupyspec.testing import draws
+from cupyspec.testing.strategies import CORNERS, corner_row
 
 SCORE_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 INTEGER_TYPES = (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
@@ -235,6 +236,11 @@ def chain_cases(
     z_draft[..., :vocab] = np.where(rng.random((batch, 1, 1)) < 0.7, near, z_draft[..., :vocab])
     if rng.random() < 0.1:  # rows of ties
         z, z_draft = np.round(z / 4), np.round(z_draft / 4)
+    corners = CORNERS[:-1] if normalizers else CORNERS  # a log-sum-exp of extremes has no digits either
+    for rows, kind, width_of_rows in ((z, target_type, width + 1), (z_draft, draft_type, width)):
+        if rng.random() < 0.4:
+            for b, i in zip(*np.nonzero(rng.random((batch, width_of_rows)) < 0.5), strict=True):
+                rows[b, i, :vocab] = corner_row(rng, vocab, str(rng.choice(corners)), kind)
 
     # A log-sum-exp of scores / T has no digits left for a tiny T.
     temperatures = tuple(t for t in TEMPERATURES if not (normalizers and 1e-40 < t < 0.01))
