@@ -48,7 +48,7 @@ class OnGpu:
     def values(self, array: Any) -> np.ndarray:
         if self.name == "torch":
             assert array.device.type == "cuda"
-            return np.asarray(array.cpu())
+            return array.cpu().numpy()
         if self.name == "cupy":
             return np.asarray(array.get())
         assert {device.platform for device in array.devices()} == {"gpu"}
