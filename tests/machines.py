@@ -155,7 +155,7 @@ class GpuMachine(Machine):
         return self.torch.from_numpy(np.array(values)).cuda()
 
     def values(self, array: Any) -> np.ndarray:
-        return np.array(array.cpu())
+        return array.cpu().numpy()
 
 
 MACHINES = {machine.name: machine for machine in (Machine, HostMachine, GpuMachine)}
