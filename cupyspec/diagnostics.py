@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ def expected_tokens(rate: npt.ArrayLike, K: npt.ArrayLike) -> float | npt.NDArra
     Raises
     ------
     ValueError
-        `rate` outside [0, 1] or NaN; `K` below 0.
+        `rate` outside [0, 1] or NaN; `K` below 0; shapes that do not broadcast; ragged lists.
     TypeError
         `rate` is not real, or `K` not an integer.
 
@@ -53,7 +53,7 @@ def expected_tokens(rate: npt.ArrayLike, K: npt.ArrayLike) -> float | npt.NDArra
     >>> expected_tokens([0.0, 0.5, 1.0], 3)
     array([1.   , 1.875, 4.   ])
     """
-    a, drafts = np.asarray(rate), np.asarray(K)
+    a, drafts = _numbers("rate", rate), _numbers("K", K)
     if a.dtype.kind not in "iuf":
         raise TypeError(f"rate must be real numbers, got {rate!r}")
     if drafts.dtype.kind not in "iu":
@@ -62,8 +62,19 @@ def expected_tokens(rate: npt.ArrayLike, K: npt.ArrayLike) -> float | npt.NDArra
         raise ValueError(f"rate must be in [0, 1], got {rate!r}")
     if np.any(drafts < 0):
         raise ValueError(f"K must be at least 0, got {K!r}")
+    try:
+        np.broadcast_shapes(a.shape, drafts.shape)
+    except ValueError:
+        raise ValueError(f"rate and K must broadcast, got shapes {a.shape} and {drafts.shape}") from None
     a, terms = a.astype(np.float64), drafts.astype(np.float64) + 1
     with np.errstate(divide="ignore", invalid="ignore"):  # log(0) = -inf is right here; 0 / 0 is replaced below
         # expm1, because 1 - a^(K+1) loses its digits as a nears 1.
         tokens = np.where(a == 1, terms, -np.expm1(terms * np.log(a)) / (1 - a))
     return float(tokens) if tokens.ndim == 0 else tokens
+
+
+def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must be a number or an array, got a ragged list") from None

@@ -46,6 +46,9 @@ def test_arrays_broadcast():
         (0.5, True, TypeError, "K must be integers"),
         ("0.5", 1, TypeError, "rate must be real numbers"),
         (0.5 + 0j, 1, TypeError, "rate must be real numbers"),
+        ([[0.5], [0.5, 1.0]], 1, ValueError, "rate must be a number or an array"),
+        (0.5, [[1], [1, 2]], ValueError, "K must be a number or an array"),
+        ([0.5, 0.5], [1, 2, 3], ValueError, "rate and K must broadcast"),
     ],
 )
 def test_wrong_arguments_are_named(rate, K, error, message):
