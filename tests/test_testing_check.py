@@ -60,6 +60,8 @@ def test_laws_are_laws_and_every_segment_counts() -> None:
     law = ALL["sample, float32"].laws["token"]
     assert law.size == LARGE and law[-5:].sum() == pytest.approx(0.04, abs=1e-3)
     assert all(part.sum() > 0.01 for part in np.split(law[:-5], 3))
+    for case in ALL.values():
+        assert all(part[part > 0].min() > 1.5e-7 for part in case.laws.values() if case.large)
 
 
 def hot(*arrays: Any, sampling: Sampling = Sampling(), **options: Any) -> Any:
