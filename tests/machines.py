@@ -60,6 +60,7 @@ class Machine:
     ) -> Verification:
         """`cupyspec.verify`; the answer is the caller's to keep."""
         arrays = [self.array(x) for x in (draft_tokens, target, draft)]
+        options |= {name: self.array(x) for name, x in options.items() if name.endswith("log_normalizer")}
         with segments_of(segment), self.at_work():
             answer = cupyspec.verify(*arrays, **options)
         return Verification(*(self.values(x) for x in answer[:3]))
