@@ -16,6 +16,24 @@ EXAMPLES = dict(re.findall(r"\*\*(\w+)\*\*\n\n```python\n(.*?)```", README, re.D
 LIBRARY_OF_HEADING = {"NumPy": "numpy", "PyTorch": "torch", "JAX": "jax", "CuPy": "cupy"}
 
 
+LOOP = re.search(r"\*\*A decoding loop\.\*\*.*?```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_decoding_loop() -> None:
+    """A loop that a reader copies and that does not run, or whose rows depend on each other."""
+    assert LOOP is not None
+    variables: dict[str, Any] = {}
+    exec(LOOP[1], variables)
+    assert [len(row) - 1 for row in variables["text"]] == variables["generated"].tolist()
+    alone: dict[str, Any] = {}
+    exec(
+        LOOP[1].replace("[[3], [7]], np.array([11, 12]", "[[7]], np.array([12]").replace("np.zeros(2", "np.zeros(1"),
+        alone,
+    )
+    size = min(len(alone["text"][0]), len(variables["text"][1]))
+    assert alone["text"][0][:size] == variables["text"][1][:size]
+
+
 def test_every_library_has_an_example() -> None:
     """A heading that changed would otherwise drop its example from the tests."""
     assert set(EXAMPLES) == set(LIBRARY_OF_HEADING)
