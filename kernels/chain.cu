@@ -29,7 +29,7 @@
 namespace cupyspec {
 
 constexpr int STATS_THREADS = 128;
-constexpr int PAIRED_SEGMENT = 1024;  // the largest segment of which a warp holds two without losing occupancy
+constexpr int PAIRED_BYTES = 2048;  // the largest segment of which a warp holds two: float32 rows go one by one
 
 // n / d for n, d >= 0; a 64-bit division costs as much as a third of a segment.
 __device__ inline long long divide(long long n, long long d) {
@@ -51,7 +51,7 @@ template <typename T>
 __device__ void warp_score_segments(const ChainParams& p, const T* scores, unsigned int segment, Need need, bool probs,
                                     float scale, Pair* pairs) {
     const unsigned int fill = probs ? 0u : Storage<T>::NEG_INF;
-    const bool two = SEG <= PAIRED_SEGMENT && p.segments_per_warp == 2 && segment + 1 < p.segments;
+    const bool two = SEG * sizeof(T) <= PAIRED_BYTES && p.segments_per_warp == 2 && segment + 1 < p.segments;
     WarpSegment<T, SEG> first, second;
     first.load(scores, segment, p.vocab_size, fill);
     if (two) {
