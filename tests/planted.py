@@ -1,6 +1,6 @@
 """Mistakes that samplers of this kind are known for, each as a diff of the CPU path and one of the kernels.
 
-`python tests/planted.py` (with tests/ and the checkout importable) prints the table of docs/faults.md.
+`PYTHONPATH=. python tests/planted.py` prints the table of docs/faults.md.
 """
 
 from __future__ import annotations
