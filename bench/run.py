@@ -157,10 +157,10 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
         line = lines.setdefault(key, {"sum": f"{row['sum_us']:.1f}"})
         line[row["provider"]] = f"{row['median_us']:.1f}"
     columns = ["sum", *names]
-    text = ["us       " + " " * 28 + "".join(f"{name:>{len(name) + 3}}" for name in columns)]
+    text = ["us       " + " " * 28 + "".join(f"{name:>{max(len(name), 8) + 3}}" for name in columns)]
     for (batch, drafts, vocab, dtype, rate), line in lines.items():
         head = f"{batch},{drafts},{vocab},{dtype} at {rate}"
-        text.append(f"{head:<37}" + "".join(f"{line.get(name, '-'):>{len(name) + 3}}" for name in columns))
+        text.append(f"{head:<37}" + "".join(f"{line.get(name, '-'):>{max(len(name), 8) + 3}}" for name in columns))
     return "\n".join(text)
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from cupyspec import __version__
 from cupyspec.rules import Sigmoid, Token
 
 
@@ -73,6 +74,7 @@ def _rule(text: str) -> Token | Sigmoid:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cupyspec", description="The verification step of speculative sampling.")
+    parser.add_argument("--version", action="version", version=f"cupyspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,check,doctor}")
 
     demo = commands.add_parser(

@@ -250,5 +250,5 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
             f"WRONG: {len(wrong)} checks found that tokens do not follow their law. Please report this output."
         )
     elif not few:
-        lines.append("Tokens follow their exact laws in every check.")
+        lines.append("Tokens follow each rule's own exact law in every check.")
     return "\n".join(lines)

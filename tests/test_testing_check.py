@@ -34,7 +34,7 @@ def test_it_passes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file = tmp_path / "report.json"
     assert main(["check", "--draws", "4000", "--seed", "7", "--json", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert "Tokens follow their exact laws in every check." in shown and "finds TV" in shown
+    assert "Tokens follow each rule's own exact law in every check." in shown and "finds TV" in shown
     report = json.loads(file.read_text())
     assert report["passed"] and report["seed"] == 7 and report["device"] == "CPU"
     assert {"cupyspec", "python", "numpy", "scipy"} <= report["versions"].keys()
