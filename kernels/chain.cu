@@ -29,7 +29,15 @@
 namespace cupyspec {
 
 constexpr int STATS_THREADS = 128;
-constexpr int PAIRED_BYTES = 2048;  // the largest segment of which a warp holds two: float32 rows go one by one
+// For Turing the compiler must be told that four blocks a multiprocessor will do: else it spills to fit a fifth.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define STATS_BOUNDS __launch_bounds__(cupyspec::STATS_THREADS, 4)
+#else
+#define STATS_BOUNDS __launch_bounds__(cupyspec::STATS_THREADS)
+#endif
+
+// Whether a warp may take two segments: registers hold two of 2 KiB, and none spills where both sides are so small.
+constexpr bool PAIRED = SEG * sizeof(Target) <= 2048 && SEG * sizeof(Draft) <= 2048;
 
 // n / d for n, d >= 0; a 64-bit division costs as much as a third of a segment.
 __device__ inline long long divide(long long n, long long d) {
@@ -51,7 +59,7 @@ template <typename T>
 __device__ void warp_score_segments(const ChainParams& p, const T* scores, unsigned int segment, Need need, bool probs,
                                     float scale, Pair* pairs) {
     const unsigned int fill = probs ? 0u : Storage<T>::NEG_INF;
-    const bool two = SEG * sizeof(T) <= PAIRED_BYTES && p.segments_per_warp == 2 && segment + 1 < p.segments;
+    const bool two = PAIRED && p.segments_per_warp == 2 && segment + 1 < p.segments;
     WarpSegment<T, SEG> first, second;
     first.load(scores, segment, p.vocab_size, fill);
     if (two) {
@@ -321,8 +329,7 @@ __device__ void block_verify(const ChainParams& p, long long b, long long part, 
 
 // Grids are one-dimensional (grid.y ends at 65,535) and may be smaller than the work: each block or warp strides on.
 
-extern "C" __global__ void __launch_bounds__(cupyspec::STATS_THREADS)
-    chain_stats(const __grid_constant__ cupyspec::ChainParams p) {
+extern "C" __global__ void STATS_BOUNDS chain_stats(const __grid_constant__ cupyspec::ChainParams p) {
     using namespace cupyspec;
     const long long warps = (long long)gridDim.x * (STATS_THREADS / LANES);
     const long long per_row = divide(p.segments + p.segments_per_warp - 1, p.segments_per_warp);

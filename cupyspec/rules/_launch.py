@@ -116,7 +116,7 @@ PER_ROW_TYPES = {  # enum PerRowType
 _SEED_SPLIT, _SEED_PER_ROW, _SEED_PAIRS = range(3)
 
 _STATS_WARPS, _DECIDE_WARPS = 4, 8
-_PAIRED_BYTES = 2048  # as chain.cu
+_PAIRED_BYTES = 2048  # as in chain.cu
 _GRID_LIMIT = 2**31 - 1
 _TOTALS_ABOVE = 32 * 1024  # bytes of pairs a batch row may have before chain_totals reduces them
 
