@@ -302,7 +302,8 @@ def _statistic(check: LawCheck) -> str:
 
 def report_law(run: Run, options: Namespace, models: LanguageModels, device: Device) -> tuple[str, bool]:
     """Many draws from one place of the text against the target's own law; False if they certainly differ."""
-    assert run.telling_rows is not None
+    if run.telling_rows is None:
+        raise ValueError("a run without a target call has no rows to draw from")
     target, draft = run.telling_rows
     vocab_size, columns = len(target), min(options.draft_length, 1)
     draws = max(2000, min(10_000, 40_000_000 // vocab_size))
