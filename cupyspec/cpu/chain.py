@@ -44,17 +44,11 @@ class _Chain:
     def __init__(self, call: ChainCall, rule: Token | Sigmoid) -> None:
         self.call, self.rule = call, rule
         batch = call.batch_size
-        self.log_normalizer = None if call.purpose is None else aligned_empty((batch,), np.float32)
-        self.result = ChainResult(
-            tokens=aligned_empty((batch, call.num_drafts + 1), call.token_dtype),
-            num_accepted=aligned_empty((batch,), np.int32),
-            status=aligned_empty((batch,), np.int32),
-            log_normalizer=self.log_normalizer,
-        )
-        self.result.tokens.fill(-1)
-        for values in self.result[1:]:
-            if values is not None:
-                values.fill(0)
+        outputs = {name: aligned_empty(*spec) for name, spec in call.outputs().items()}
+        for name, values in outputs.items():
+            values.fill(-1 if name == "tokens" else 0)
+        self.result = ChainResult(**outputs)
+        self.log_normalizer = self.result.log_normalizer
         self.drafts, self.lengths, starts = self._read_drafts()
         target_starts = None if starts is None else starts + np.arange(batch)
         self.target = Side(call, call.target, target_starts, Status.TARGET_NOT_FINITE, Status.TARGET_EMPTY)
