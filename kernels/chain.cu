@@ -29,15 +29,15 @@
 namespace cupyspec {
 
 constexpr int STATS_THREADS = 128;
-// Where the compiler spills a few bytes to fit one block more, it is told how many blocks a multiprocessor will do.
+// For Turing the compiler must be told that four blocks a multiprocessor will do: else it spills to fit a fifth.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define STATS_BOUNDS __launch_bounds__(cupyspec::STATS_THREADS, 4)
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define STATS_BOUNDS __launch_bounds__(cupyspec::STATS_THREADS, 3)
 #else
 #define STATS_BOUNDS __launch_bounds__(cupyspec::STATS_THREADS)
 #endif
-constexpr int PAIRED_SEGMENT = 1024;  // the largest segment of which a warp holds two without losing occupancy
+
+// Whether a warp may take two segments: registers hold two of 2 KiB, and none spills where both sides are so small.
+constexpr bool PAIRED = SEG * sizeof(Target) <= 2048 && SEG * sizeof(Draft) <= 2048;
 
 // n / d for n, d >= 0; a 64-bit division costs as much as a third of a segment.
 __device__ inline long long divide(long long n, long long d) {
@@ -59,7 +59,7 @@ template <typename T>
 __device__ void warp_score_segments(const ChainParams& p, const T* scores, unsigned int segment, Need need, bool probs,
                                     float scale, Pair* pairs) {
     const unsigned int fill = probs ? 0u : Storage<T>::NEG_INF;
-    const bool two = SEG <= PAIRED_SEGMENT && p.segments_per_warp == 2 && segment + 1 < p.segments;
+    const bool two = PAIRED && p.segments_per_warp == 2 && segment + 1 < p.segments;
     WarpSegment<T, SEG> first, second;
     first.load(scores, segment, p.vocab_size, fill);
     if (two) {

@@ -116,7 +116,7 @@ PER_ROW_TYPES = {  # enum PerRowType
 _SEED_SPLIT, _SEED_PER_ROW, _SEED_PAIRS = range(3)
 
 _STATS_WARPS, _DECIDE_WARPS = 4, 8
-_PAIRED_SEGMENT = 1024  # as in chain.cu
+_PAIRED_BYTES = 2048  # as in chain.cu
 _GRID_LIMIT = 2**31 - 1
 _TOTALS_ABOVE = 32 * 1024  # bytes of pairs a batch row may have before chain_totals reduces them
 
@@ -243,7 +243,8 @@ def run_chain(
 
     # Two segments a warp keep more bytes in flight, once single ones fill the device many times over.
     many = batch * slots * segments > 64 * backend.multiprocessors
-    segments_per_warp = 2 if many and call.segment <= _PAIRED_SEGMENT else 1
+    halves = "float32" not in (call.target.array.dtype, draft.array.dtype if draft else None)
+    segments_per_warp = 2 if many and halves and 2 * call.segment <= _PAIRED_BYTES else 1
 
     seed, seed_word_stride, seed_kind = _seed(call.seed)
     token_strides = (0, 0)
