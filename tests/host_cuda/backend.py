@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +20,7 @@ import numpy as np
 
 from cupyspec._arrays import aligned_empty
 from cupyspec._call import ChainCall
-from cupyspec._compile import Specialisation, check_launch
+from cupyspec._compile import Launch, Specialisation
 from cupyspec._sources import source
 from cupyspec.rules._launch import run_chain
 
@@ -36,8 +37,10 @@ _FLAGS = (
     "-Wextra",
     "-Werror",
     "-Wno-unknown-pragmas",  # #pragma unroll
+    "-Wno-unused-parameter",  # some are for clusters alone
     "-U_FORTIFY_SOURCE",
 )
+_KERNEL = re.compile(r"__global__ void\s[^{]*?(\w+)\([^()]*\)\s*\{")  # its name
 
 
 def compiler() -> str | None:
@@ -51,22 +54,44 @@ def sanitized() -> bool:
 
 
 @cache
-def library(specialisation: Specialisation, change: Callable[[str], str] | None = None) -> ctypes.CDLL:
+def library(
+    specialisation: Specialisation, change: Callable[[str], str] | None = None, clusters: bool = True
+) -> ctypes.CDLL:
     """The shared library of a specialisation; `change` edits the expanded source on its way to the compiler."""
     text = source(specialisation.file)
-    entries = (_HERE / "chain_entry.hpp").read_text()
-    loaded = build(text if change is None else change(text), entries, specialisation.options)
-    loaded.host_cuda_layout.restype = ctypes.POINTER(ctypes.c_longlong)
-    return loaded
+    layout = layout_checks("cupyspec::ChainParams", specialisation.params)
+    options = (*specialisation.options, f"-DCUPYSPEC_CLUSTERS={clusters:d}")
+    return build((text if change is None else change(text)) + layout, options)
 
 
-def build(kernels: str, entries: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
+def layout_checks(struct: str, dtype: np.dtype) -> str:
+    """C++ that compiles only if every member lies where NumPy has it, those of members too."""
+
+    def checks(path: str, base: int, dtype: np.dtype) -> Iterator[str]:
+        for name, (member, offset, *_) in (dtype.fields or {}).items():
+            at = f"{path}.{name}" if path else name
+            size = f"sizeof((({struct}*)nullptr)->{at}) == {member.itemsize}"
+            yield f"static_assert(offsetof({struct}, {at}) == {base + offset} && {size});"
+            yield from checks(at, base + offset, member)
+
+    lines = [f"static_assert(sizeof({struct}) == {dtype.itemsize});", *checks("", 0, dtype)]
+    return '\n#line 1 "layout"\n' + "\n".join(lines) + "\n"
+
+
+def build(kernels: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     """A shared library of kernels, built once per text and flags and kept in the temporary folder."""
     flags = [*_FLAGS, *options]
     if sanitized():
         flags += [SANITIZERS, "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     header = (_HERE / "cuda_on_host.hpp").read_text()
-    text = f'#line 1 "cuda_on_host.hpp"\n{header}\n{kernels}\n#line 1 "entries"\n{entries}'.replace("#pragma once", "")
+    table = "".join(f'{{"{name}", call<{name}>}}, ' for name in _KERNEL.findall(kernels))
+    entries = (
+        f"namespace host_cuda {{ const Entry all[] = {{{table}{{nullptr, nullptr}}}};\n"
+        "const Entry* entries() { return all; } }"
+    )
+    text = f'#line 1 "cuda_on_host.hpp"\n{header}\n{kernels}\n#line 1 "entries"\n{entries}\n'.replace(
+        "#pragma once", ""
+    )
     key = hashlib.sha256("\0".join([text, *flags]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"cupyspec-host-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -88,6 +113,7 @@ def build(kernels: str, entries: str, options: tuple[str, ...] = ()) -> ctypes.C
         ctypes.c_char_p,
         ctypes.c_uint,
         ctypes.c_uint,
+        ctypes.c_uint,
         ctypes.c_void_p,
         ctypes.c_uint64,
     ]
@@ -97,13 +123,25 @@ def build(kernels: str, entries: str, options: tuple[str, ...] = ()) -> ctypes.C
 class HostCuda:
     """Runs launches at once. `order` permutes blocks and threads, `multiprocessors` shapes the launches.
 
+    `clusters`: whether it is of the kind that has clusters, compute capability 9.0.
     `change` is a compile option: it edits the source before g++ reads it, and so plants a fault (see machines.py).
     """
 
-    def __init__(self, *, order: int = 0, multiprocessors: int = 4, change: Callable[[str], str] | None = None) -> None:
-        self.order, self.multiprocessors, self.change = order, multiprocessors, change
+    def __init__(
+        self,
+        *,
+        order: int = 0,
+        multiprocessors: int = 4,
+        clusters: bool = True,
+        change: Callable[[str], str] | None = None,
+    ) -> None:
+        self.order, self.multiprocessors, self.clusters, self.change = order, multiprocessors, clusters, change
         self.allocated: list[np.ndarray] = []  # in the order asked for, for tests that look into the scratch
-        self.launches: list[tuple[str, int, np.ndarray]] = []
+        self.launches: list[tuple[str, int, np.ndarray, int]] = []  # name, grid, parameters, cluster
+
+    @property
+    def max_cluster(self) -> int:
+        return 8 if self.clusters else 1
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         array = aligned_empty(shape, dtype)
@@ -114,12 +152,15 @@ class HostCuda:
     def pointer(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
-    def launch(self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray) -> None:
-        check_launch(specialisation, name, grid, block, params)
+    def launch(self, launch: Launch, params: np.ndarray) -> None:
+        name, grid, cluster = launch.name, launch.grid, launch.cluster
+        launch.check(params)
+        if cluster > self.max_cluster or (launch.overlap and not self.clusters):
+            raise ValueError(f"{name}: this machine knows no such launch: {launch}")
         self.order += 1
-        self.launches.append((name, grid, params))
-        message = library(specialisation, self.change).host_cuda_launch(
-            name.encode(), grid, block, params.ctypes.data, self.order * 0x9E3779B97F4A7C15 % 2**64
+        self.launches.append((name, grid, params, cluster))
+        message = library(launch.specialisation, self.change, self.clusters).host_cuda_launch(
+            name.encode(), grid, launch.block, cluster, params.ctypes.data, self.order * 0x9E3779B97F4A7C15 % 2**64
         )
         if message:
             raise RuntimeError(f"{name}: {message.decode()}")
