@@ -21,14 +21,15 @@ from scipy.stats import poisson
 import cupyspec
 from cupyspec import Sampling, Sigmoid, Token
 from cupyspec._call import Array, ChainResult
+from cupyspec._compile import Launch
 from cupyspec._philox import Purpose, coin, draw_words, split_seed, unit_exponential
 from cupyspec._segments import SEG, segment_count
 from cupyspec._status import Status
 from cupyspec.reference.race import race
 from cupyspec.rules import _launch
-from cupyspec.rules._launch import CHAIN_PARAMS, PER_ROW, PER_ROW_TYPES, SCORES, chain_specialisation, run_chain
+from cupyspec.rules._launch import CHAIN_PARAMS, PER_ROW_TYPES, chain_specialisation, run_chain
 from host_cuda import backend as host_backend
-from host_cuda.backend import HostCuda, build, checked_call, kernels_on_host, library
+from host_cuda.backend import HostCuda, build, checked_call, kernels_on_host, layout_checks
 from strategies import SCORE_TYPES, SIGMOIDS, TOKENS, ChainCase, assert_agrees, chain_cases
 
 pytestmark = pytest.mark.skipif(host_backend.compiler() is None, reason="needs g++")
@@ -481,14 +482,28 @@ def test_residual_masses_are_good_to_1e_5(rule: Token | Sigmoid) -> None:
 # ------------------------------------------------------------------------------------------------ the struct, and the machine
 
 
-def test_struct_layout_is_the_same_in_c_and_numpy() -> None:
-    layout = library(chain_specialisation("float32", "float32", "int32", False, SEG)).host_cuda_layout()
-    seen = []
-    while layout[len(seen)] != -1:
-        seen.append(layout[len(seen)])
-    assert CHAIN_PARAMS.names is not None and CHAIN_PARAMS.fields is not None
-    offsets = [CHAIN_PARAMS.fields[name][1] for name in CHAIN_PARAMS.names]
-    assert seen == [CHAIN_PARAMS.itemsize, SCORES.itemsize, PER_ROW.itemsize, *offsets]
+STRUCT = "struct Params { int a; struct { double b; short c[2]; } inner; long long d; };"
+INNER = np.dtype([("b", "f8"), ("c", "i2", 2)], align=True)
+LAYOUT = {"a": "i4", "inner": INNER, "d": "i8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, None),
+        ({"a": "i8"}, "a"),  # at the same place, as alignment has it
+        ({"inner": np.dtype([("c", "i2", 2), ("b", "f8")], align=True)}, "inner.b"),
+    ],
+)
+def test_kernels_whose_struct_is_not_numpys_do_not_compile(changes: dict[str, Any], wrong: str | None) -> None:
+    """`library` asks this of every specialisation."""
+    dtype = np.dtype([(name, (LAYOUT | changes)[name]) for name in LAYOUT], align=True)
+    text = STRUCT + layout_checks("Params", dtype)
+    if wrong is None:
+        build(text)
+        return
+    with pytest.raises(RuntimeError, match=f"NumPy has another {wrong}\n"):
+        build(text)
 
 
 MACHINE = """
@@ -500,14 +515,10 @@ extern "C" __global__ void different_collectives(Params p) {
     if (threadIdx.x % 2) { __ballot_sync(0xFFFFFFFFu, 1); } else { __shfl_sync(0xFFFFFFFFu, 1, 0); }
 }
 extern "C" __global__ void race(Params p) {
-    __shared__ int last;
+    CUPYSPEC_SHARED(int, last);
     last = threadIdx.x;
     __syncthreads();
     if (threadIdx.x == 0) { p.out[blockIdx.x] = last; }
-}
-extern "C" __global__ void uninitialised(Params p) {
-    __shared__ unsigned int value;
-    if (threadIdx.x == 0) { p.out[0] = (int)value; }
 }
 extern "C" __global__ void collectives(Params p) {
     const int lane = threadIdx.x % 32;
@@ -517,30 +528,112 @@ extern "C" __global__ void collectives(Params p) {
     const unsigned int odd = __ballot_sync(0xFFFFFFFFu, lane % 2);
     p.out[threadIdx.x] = sum == 496 && below == (lane < 3 ? lane : lane - 3) && odd == 0xAAAAAAAAu;
 }
-"""
-MACHINE_ENTRIES = """
-namespace host_cuda {
-template <void (*KERNEL)(Params)> void call(const void* params) { KERNEL(*(const Params*)params); }
-const Entry* entries() {
-    static const Entry all[] = {{"missing_barrier", call<missing_barrier>},
-        {"different_collectives", call<different_collectives>}, {"race", call<race>},
-        {"uninitialised", call<uninitialised>}, {"collectives", call<collectives>}, {nullptr, nullptr}};
-    return all;
+// What the others of two had written before: nothing, the first number, or the last.
+extern "C" __global__ void warp_sees_warp(Params p) {
+    const int warp = threadIdx.x / 32;
+    p.out[2 + warp] = p.out[!warp];
+    for (int n = 1; n < 5; ++n) { __syncwarp(); p.out[warp] = n; }
 }
+extern "C" __global__ void block_sees_block(Params p) {
+    p.out[2 + blockIdx.x] = p.out[!blockIdx.x];
+    for (int n = 1; n < 5; ++n) { __syncthreads(); p.out[blockIdx.x] = n; }
+}
+extern "C" __global__ void order_of_blocks(Params p) {
+    if (threadIdx.x == 0) { p.out[atomicAdd(&p.out[255], 1) + 7] = blockIdx.x; }
+}
+
+// In clusters of four.
+extern "C" __global__ void missing_block(Params p) {
+    if (blockIdx.x != 6) { ::host_cuda::cluster_barrier(); }
+}
+extern "C" __global__ void missing_thread(Params p) {
+    if (blockIdx.x != 6 || threadIdx.x != 33) { ::host_cuda::cluster_barrier(); }
+}
+extern "C" __global__ void two_barriers(Params p) {
+    p.out[blockIdx.x] = 1;
+    ::host_cuda::cluster_barrier();
+    int sum = 0;
+    for (int rank = 0; rank < 4; ++rank) { sum += p.out[blockIdx.x / 4 * 4 + rank]; }
+    ::host_cuda::cluster_arrive();
+    p.out[128 + blockIdx.x] = sum;
+    ::host_cuda::cluster_wait();
+    p.out[blockIdx.x] = p.out[128 + blockIdx.x / 4 * 4 + (blockIdx.x + 1) % 4];
+}
+extern "C" __global__ void one_barrier(Params p) {
+    p.out[blockIdx.x] = 1;
+    int sum = 0;
+    for (int rank = 0; rank < 4; ++rank) { sum += p.out[blockIdx.x / 4 * 4 + rank]; }
+    ::host_cuda::cluster_barrier();
+    p.out[blockIdx.x] = sum;
+}
+extern "C" __global__ void arrives_twice(Params p) { ::host_cuda::cluster_arrive(); ::host_cuda::cluster_arrive(); }
+extern "C" __global__ void never_arrives(Params p) { ::host_cuda::cluster_wait(); }
+
+// Each has it twice, so that addresses have an offset.
+struct alignas(32) Shared { int unused[3], value; };
+extern "C" __global__ void own_memory(Params p) {
+    CUPYSPEC_SHARED(Shared, mine);
+    if (threadIdx.x == 40) {
+        p.out[blockIdx.x] = mine.value;
+        p.out[64 + blockIdx.x] = (size_t)&mine % 32;
+        mine.value = blockIdx.x;
+    }
+    ::host_cuda::cluster_barrier();
+    p.out[128 + blockIdx.x] = mine.value;
+}
+extern "C" __global__ void to_the_next(Params p) {
+    CUPYSPEC_SHARED(Shared, mine);
+    ::host_cuda::cluster_barrier();
+    if (threadIdx.x == 40) { *(int*)::host_cuda::cluster_address(&mine.value, (blockIdx.x + 1) % 4) = blockIdx.x; }
+    ::host_cuda::cluster_barrier();
+    p.out[blockIdx.x] = mine.value;
+}
+extern "C" __global__ void to_one_that_does_not_run(Params p) {
+    CUPYSPEC_SHARED(Shared, mine);
+    if (threadIdx.x == 0) { *(int*)::host_cuda::cluster_address(&mine.value, (blockIdx.x + 1) % 4) = 1; }
+    ::host_cuda::cluster_barrier();
+}
+extern "C" __global__ void to_one_that_has_ended(Params p) {
+    CUPYSPEC_SHARED(Shared, mine);
+    ::host_cuda::cluster_barrier();
+    *(int*)::host_cuda::cluster_address(&mine.value, (blockIdx.x + 1) % 4) = 1;
+}
+extern "C" __global__ void to_no_rank(Params p) {
+    CUPYSPEC_SHARED(Shared, mine);
+    *(int*)::host_cuda::cluster_address(&mine.value, 4) = 1;
+}
+extern "C" __global__ void not_shared(Params p) {
+    CUPYSPEC_SHARED(Shared, mine);
+    mine.value = *(int*)::host_cuda::cluster_address(&p.out, 1) != 0;
+}
+extern "C" __global__ void declares_twice(Params p) {
+    CUPYSPEC_SHARED(int, one);
+    CUPYSPEC_SHARED(int, two);
+    one = two = 0;
 }
 """
 
 
 @pytest.fixture(scope="module")
 def machine() -> ctypes.CDLL:
-    return build(MACHINE, MACHINE_ENTRIES, ("-Wno-unused-parameter",))
+    return build(MACHINE)
 
 
-def run(machine: ctypes.CDLL, name: str, blocks: int = 1, threads: int = 64, order: int = 0) -> tuple[str, np.ndarray]:
+def run(
+    machine: ctypes.CDLL, name: str, *, blocks: int = 1, threads: int = 64, cluster: int = 1, order: int = 0
+) -> tuple[str, np.ndarray]:
+    """(message, the numbers that the kernel wrote; -7 where it did not)."""
     out = np.full(256, -7, np.int32)
     params = np.array([out.ctypes.data], np.uintp)
-    message = machine.host_cuda_launch(name.encode(), blocks, threads, params.ctypes.data, order)
+    message = machine.host_cuda_launch(name.encode(), blocks, threads, cluster, params.ctypes.data, order)
     return message.decode(), out
+
+
+def run_all(machine: ctypes.CDLL, name: str, **shape: int) -> np.ndarray:
+    """The numbers under many orders [order, 256]."""
+    answers = [run(machine, name, order=order, **shape) for order in range(64)]
+    assert {message for message, _ in answers} == {""}
+    return np.array([out for _, out in answers])
 
 
 def test_machine_tells_deadlocks_and_divergence(machine: ctypes.CDLL) -> None:
@@ -550,10 +643,66 @@ def test_machine_tells_deadlocks_and_divergence(machine: ctypes.CDLL) -> None:
     assert message == "" and (out[:64] == 1).all()
 
 
-def test_machine_shows_races_and_uninitialised_shared_memory(machine: ctypes.CDLL) -> None:
-    answers = {tuple(run(machine, "race", blocks=4, order=order)[1][:4]) for order in range(8)}
-    assert len(answers) > 1
-    assert run(machine, "uninitialised")[1].view(np.uint32)[0] == 0xA5A5A5A5
+@pytest.mark.parametrize("order", range(8))
+def test_machine_tells_misuse_of_clusters(machine: ctypes.CDLL, order: int) -> None:
+    for name, message in {
+        "missing_block": "deadlock in block 4: thread 0 waits at the cluster's barrier for threads that never come",
+        "missing_thread": "deadlock in block 4: thread 0 waits at the cluster's barrier for threads that never come",
+        "arrives_twice": "a thread arrives at the cluster's barrier twice and does not wait in between",
+        "never_arrives": "a thread waits at the cluster's barrier and did not arrive",
+        "to_no_rank": "cluster_address() in block 4 of a cluster of 4",
+        "not_shared": "cluster_address() of what is not this block's shared memory",
+        "declares_twice": "a kernel declares shared memory twice",
+    }.items():
+        assert run(machine, name, blocks=8, cluster=4, order=order)[0] == message
+    assert run(machine, "own_memory", blocks=6, cluster=4)[0] == "the grid is not made of whole clusters"
+
+
+def test_machine_tells_use_of_shared_memory_that_does_not_exist(machine: ctypes.CDLL) -> None:
+    """Whether the other block runs depends on the order; not in all of many."""
+    for name, when in (("to_one_that_does_not_run", "before it runs"), ("to_one_that_has_ended", "after its end")):
+        messages = {run(machine, name, blocks=4, cluster=4, order=order)[0] for order in range(16)}
+        assert any(message.startswith("shared memory of block ") and when in message for message in messages), messages
+
+
+def test_machine_shows_races(machine: ctypes.CDLL) -> None:
+    assert len({tuple(out) for out in run_all(machine, "race", blocks=4)}) > 1
+    assert len({tuple(out) for out in run_all(machine, "one_barrier", blocks=4, cluster=4)}) > 1
+    warps = run_all(machine, "warp_sees_warp")[:, 2:4]
+    blocks = run_all(machine, "block_sees_block", blocks=2, cluster=2)[:, 2:4]
+    assert set(warps.flat) >= {-7, 4} and set(blocks.flat) >= {-7, 4}  # one ahead of the other, even to its end
+
+
+def test_machine_orders_what_cluster_barriers_divide(machine: ctypes.CDLL) -> None:
+    assert (run_all(machine, "two_barriers", blocks=8, cluster=4)[:, :8] == 4).all()
+
+
+def test_machine_permutes_clusters_and_their_blocks(machine: ctypes.CDLL) -> None:
+    orders = run_all(machine, "order_of_blocks", blocks=8, cluster=4)[:, :8].reshape(-1, 2, 4)
+    assert (np.sort(orders) % 4 == np.arange(4)).all() and (orders // 4 == orders[:, :, :1] // 4).all()
+    assert len(np.unique(orders[:, 0, 0] // 4)) == 2 and len(np.unique(orders[:, 0] % 4, axis=0)) > 16
+
+
+def test_machine_gives_each_block_its_own_uninitialised_shared_memory(machine: ctypes.CDLL) -> None:
+    for out in run_all(machine, "own_memory", blocks=8, cluster=4):
+        assert (out[:8].view(np.uint32) == 0xA5A5A5A5).all() and (out[64:72] == 0).all()
+        assert (out[128:136] == np.arange(8)).all()
+
+
+def test_machine_writes_to_the_shared_memory_of_another_block(machine: ctypes.CDLL) -> None:
+    out = run_all(machine, "to_the_next", blocks=8, cluster=4)[:, :8]
+    assert (out == [3, 0, 1, 2, 7, 4, 5, 6]).all()
+
+
+def test_machine_without_clusters_refuses_them() -> None:
+    specialisation = chain_specialisation("chain_verify.cu", "float32", "float32", "int32", False, SEG)
+    params = np.zeros((), CHAIN_PARAMS)
+    for launch in (
+        Launch(specialisation, "chain_verify", 2, 32, cluster=2),
+        Launch(specialisation, "chain_verify", 2, 32, overlap=True),
+    ):
+        with pytest.raises(ValueError, match="knows no such launch"):
+            HostCuda(clusters=False).launch(launch, params)
 
 
 # ------------------------------------------------------------------------------------------------ sanitizers
@@ -610,20 +759,19 @@ def test_sanitized_malformed_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not host_backend.sanitized(), reason="runs under sanitizers, see above")
 def test_sanitizer_is_at_work() -> None:
-    """A kernel that writes past its array must end the process."""
+    """A kernel that writes past its array or its shared memory must end the process."""
     code = (
         "import sys; sys.path[:0] = ['tests', '.']\n"
         "import test_kernels as t\n"
-        "entries = 'namespace host_cuda { template <void (*K)(Params)> void call(const void* p)'\n"
-        "entries += ' { K(*(const Params*)p); } const Entry* entries() { static const Entry all[] ='\n"
-        "entries += ' {{\"out\", call<out>}, {nullptr, nullptr}}; return all; } }'\n"
-        "text = 'struct Params { int* out; }; extern \"C\" __global__ void out(Params p) {'\n"
-        "text += ' int* few = new int[2]; few[threadIdx.x] = p.out[0]; p.out[1] = few[1]; }'\n"
-        "m = t.build(text, entries)\n"
-        "t.run(m, 'out', threads=32)\n"
+        "m = t.build('''struct Params { int* out; }; struct Shared { int few[3]; };\n"
+        'extern "C" __global__ void heap(Params p) { int* few = new int[2]; few[threadIdx.x] = 1; p.out[1] = few[1]; }\n'
+        'extern "C" __global__ void shared(Params p) { CUPYSPEC_SHARED(Shared, s); (&s.few[0])[threadIdx.x] = 1; }\n'
+        "''')\n"
+        "t.run(m, sys.argv[1], threads=32)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+    for name in ("heap", "shared"):
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True)
+        assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])

@@ -69,12 +69,13 @@ def layout_checks(struct: str, dtype: np.dtype) -> str:
 
     def checks(path: str, base: int, dtype: np.dtype) -> Iterator[str]:
         for name, (member, offset, *_) in (dtype.fields or {}).items():
-            at = f"{path}.{name}" if path else name
-            size = f"sizeof((({struct}*)nullptr)->{at}) == {member.itemsize}"
-            yield f"static_assert(offsetof({struct}, {at}) == {base + offset} && {size});"
-            yield from checks(at, base + offset, member)
+            at = f"{path}{name}"
+            same = f"offsetof({struct}, {at}) == {base + offset} && sizeof((({struct}*)0)->{at}) == {member.itemsize}"
+            yield f'static_assert({same}, "NumPy has another {at}");'
+            yield from checks(f"{at}.", base + offset, member)
 
-    lines = [f"static_assert(sizeof({struct}) == {dtype.itemsize});", *checks("", 0, dtype)]
+    size = f'static_assert(sizeof({struct}) == {dtype.itemsize}, "NumPy has another size");'
+    lines = [size, *checks("", 0, dtype)]
     return '\n#line 1 "layout"\n' + "\n".join(lines) + "\n"
 
 

@@ -506,6 +506,11 @@ inline double __longlong_as_double(long long bits) {
     memcpy(&value, &bits, 8);
     return value;
 }
+inline long long __double_as_longlong(double value) {
+    long long bits;
+    memcpy(&bits, &value, 8);
+    return bits;
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __double2float_ru(double value) {
     const float near = (float)value;
