@@ -134,9 +134,11 @@ class HostCuda:
         order: int = 0,
         multiprocessors: int = 4,
         clusters: bool = True,
+        threads: int = 64,
         change: Callable[[str], str] | None = None,
     ) -> None:
         self.order, self.multiprocessors, self.clusters, self.change = order, multiprocessors, clusters, change
+        self.threads = threads  # few: every one is a fiber
         self.allocated: list[np.ndarray] = []  # in the order asked for, for tests that look into the scratch
         self.launches: list[tuple[str, int, np.ndarray, int]] = []  # name, grid, parameters, cluster
 

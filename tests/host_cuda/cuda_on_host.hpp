@@ -117,7 +117,7 @@ struct Warp {
     unsigned int order[LANES];  // of its threads
     // Two sets: a lane may post its next value while others still read the last.
     uint64_t values[2][LANES];
-    const char* collective[2][LANES];
+    const char* collective = nullptr;  // in which they meet
 };
 
 struct Block {
@@ -251,17 +251,15 @@ inline const uint64_t* exchange(unsigned int mask, uint64_t value, const char* w
     Warp& warp = *current->warp;
     const unsigned int set = warp.barrier.generation & 1;
     warp.values[set][lane] = value;
-    warp.collective[set][lane] = what;
     if (mask != 0xFFFFFFFFu) {
         failure = std::string(what) + ": only whole warps are supported";
     }
-    arrive_and_wait(warp.barrier, LANES, what);
-    for (int other = 0; other < LANES; ++other) {
-        if (warp.collective[set][other] != what) {
-            failure = std::string("lanes of a warp meet in different collectives: ") + what + " and " +
-                      warp.collective[set][other];
-        }
+    if (warp.barrier.arrived == 0) {
+        warp.collective = what;
+    } else if (warp.collective != what) {
+        failure = std::string("lanes of a warp meet in different collectives: ") + what + " and " + warp.collective;
     }
+    arrive_and_wait(warp.barrier, LANES, what);
     return warp.values[set];
 }
 
