@@ -147,7 +147,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SEED",
         help="the same seed gives the same draws (default: %(default)s)",
     )
-    check.add_argument("--only", default="", metavar="TEXT", help="only checks whose name contains this, as 'Sigmoid'")
+    check.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only checks whose name contains this, as 'Sigmoid' or 'sample|chain' (a regular expression)",
+    )
     check.add_argument("--json", metavar="FILE", help="write a report there")
 
     commands.add_parser(

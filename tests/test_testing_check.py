@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,20 @@ def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n1 checks in" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--only", "sigmoidal"])
-    assert "must be part of one of: sample, float32; " in capsys.readouterr().err
+    assert "must match a part of one of: sample, float32; " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--only", "sample|("])
+    assert "--only: 'sample|(' is no regular expression" in capsys.readouterr().err
+
+
+def test_the_documented_selection_is_the_nine_exact_laws() -> None:
+    """Catches a renamed check that the documented command would no longer run."""
+    page = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
+    (pattern,) = re.findall(r"^cupyspec check --device cuda --draws 1e9 --only '(.*)'", page, re.MULTILINE)
+    kinds = ("float32", "float16", "bfloat16")
+    assert {case.name for case in cases(np.float16) if re.search(pattern, case.name, re.IGNORECASE)} == {
+        f"{what}, {kind}" for what in ("sample", "verify, Token", "verify, Sigmoid") for kind in kinds
+    }
 
 
 def test_a_report_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
