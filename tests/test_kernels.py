@@ -758,13 +758,13 @@ def test_sanitized_malformed_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not host_backend.sanitized(), reason="runs under sanitizers, see above")
-def test_sanitizer_is_at_work() -> None:
-    """A kernel that writes past its array or its shared memory must end the process."""
+def test_sanitized_kernel_may_not_leave_its_memory() -> None:
+    """A kernel that reads past its array, or writes past its shared memory, must end the process."""
     code = (
         "import sys; sys.path[:0] = ['tests', '.']\n"
         "import test_kernels as t\n"
         "m = t.build('''struct Params { int* out; }; struct Shared { int few[3]; };\n"
-        'extern "C" __global__ void heap(Params p) { int* few = new int[2]; few[threadIdx.x] = 1; p.out[1] = few[1]; }\n'
+        'extern "C" __global__ void heap(Params p) { int* few = new int[9 + p.out[0]]; p.out[1] = few[threadIdx.x]; }\n'
         'extern "C" __global__ void shared(Params p) { CUPYSPEC_SHARED(Shared, s); (&s.few[0])[threadIdx.x] = 1; }\n'
         "''')\n"
         "t.run(m, sys.argv[1], threads=32)\n"
