@@ -50,7 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # JAX would take three quarters of a GPU's memory at its first array, PyTorch and CuPy share the rest.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not hasattr(config, "workerinput"):  # xdist's workers inherit the variable, and so share one cache
-        config.stash[KERNEL_CACHE] = os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupyspec-kernels-")
+        if kept := os.environ.get("CUPYSPEC_KERNEL_CACHE"):  # a folder that may be filled beforehand, and is left there
+            os.environ["CUPY_CACHE_DIR"] = kept
+        else:
+            config.stash[KERNEL_CACHE] = os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupyspec-kernels-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
