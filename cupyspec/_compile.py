@@ -14,10 +14,11 @@ import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyspec import _driver
 from cupyspec._sources import source
 
 C_NAMES = {  # of dtypes, in kernels/
@@ -47,14 +48,27 @@ class Specialisation:
         return tuple(f"-D{name}={value}" for name, value in self.macros)
 
 
-def check_launch(
-    specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
-) -> None:
-    """TypeError or ValueError for a launch that CUDA would not check, or would answer with a bare error code."""
-    if params.dtype != specialisation.params or params.shape != ():
-        raise TypeError(f"{name} takes one struct of {specialisation.params.itemsize} bytes, got {params!r}")
-    if not (0 < grid < 2**31 and 0 < block <= 1024):
-        raise ValueError(f"{name} cannot run as {grid} blocks of {block} threads")
+class Launch(NamedTuple):
+    """One kernel of a call."""
+
+    specialisation: Specialisation
+    name: str
+    grid: int  # blocks
+    block: int  # threads of a block
+    cluster: int = 1  # blocks that run together and may wait for each other
+    overlap: bool = False  # may start before the kernel before it has ended, and waits for it by itself
+
+    def check(self, params: np.ndarray[Any, Any]) -> None:
+        """TypeError or ValueError for a launch that CUDA would not check, or would answer with a bare error code."""
+        if params.dtype != self.specialisation.params or params.shape != ():
+            size = self.specialisation.params.itemsize
+            raise TypeError(f"{self.name} takes one struct of {size} bytes, got {params!r}")
+        if not (
+            0 < self.grid < 2**31 and 0 < self.block <= 1024 and 0 < self.cluster and self.grid % self.cluster == 0
+        ):
+            raise ValueError(
+                f"{self.name} cannot run as {self.grid} blocks of {self.block} threads in clusters of {self.cluster}"
+            )
 
 
 @functools.cache  # four look-ups among the installed packages take longer than a call
@@ -205,27 +219,35 @@ class CupyBackend:
 
         self._driver, self._runtime = driver, runtime
         self.device = int(runtime.getDevice())
-        self.multiprocessors = _multiprocessors(self.device)
+        self.multiprocessors, self.max_cluster = _facts(self.device)
+        self.threads = 0
 
     def compile(self, specialisation: Specialisation, name: str) -> None:
         """Compile and load a kernel, or take it from CuPy's cache."""
         _compiled(specialisation, name, self.device)
 
-    def launch(
-        self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
-    ) -> None:
+    def launch(self, launch: Launch, params: np.ndarray[Any, Any]) -> None:
         """Launch on the current stream."""
-        check_launch(specialisation, name, grid, block, params)
+        launch.check(params)
         if not self._driver.ctxGetCurrent():  # a new thread has none until it uses the runtime
             self._runtime.setDevice(self.device)
             self._runtime.free(0)
-        kernel = _compiled(specialisation, name, self.device)
+        kernel = _compiled(launch.specialisation, launch.name, self.device)
         # The driver copies the argument during the call. CuPy's own launch takes no structs and costs twice the time.
         arguments = np.array([params.ctypes.data], np.uintp)
         stream = self._cupy.cuda.get_current_stream().ptr
-        self._driver.launchKernel(kernel, grid, 1, 1, block, 1, 1, 0, stream, arguments.ctypes.data, 0)
+        if launch.cluster == 1 and not launch.overlap:
+            self._driver.launchKernel(
+                kernel, launch.grid, 1, 1, launch.block, 1, 1, 0, stream, arguments.ctypes.data, 0
+            )
+        else:
+            shape = _driver.config(launch.grid, launch.block, launch.cluster, launch.overlap)
+            shape.stream = stream
+            _driver.launch(kernel, shape, arguments.ctypes.data)
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return int(import_cupy().cuda.Device(device).attributes["MultiProcessorCount"])
+def _facts(device: int) -> tuple[int, int]:
+    """(multiprocessors, blocks that a cluster may have) of a device."""
+    properties = import_cupy().cuda.Device(device)
+    return int(properties.attributes["MultiProcessorCount"]), 8 if int(properties.compute_capability) >= 90 else 1

@@ -95,7 +95,8 @@ def compiles(cupy: Any) -> str:
     from cupyspec._compile import CupyBackend
     from cupyspec.rules._launch import chain_specialisation
 
-    CupyBackend().compile(chain_specialisation("float32", "float32", "int32", False, SEG), "chain_stats")
+    specialisation = chain_specialisation("chain_verify.cu", "float32", "float32", "int32", False, SEG, 256)
+    CupyBackend().compile(specialisation, "chain_verify")
     return ""
 
 

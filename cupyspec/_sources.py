@@ -16,10 +16,12 @@ _INCLUDE = re.compile(r'#include "([^"]+)"')
 
 def _find(candidates: tuple[Path, ...]) -> Path:
     for folder in candidates:
-        if (folder / "chain.cu").is_file():
+        if (folder / "chain_verify.cu").is_file():
             return folder
     looked = " nor ".join(str(folder) for folder in candidates)
-    raise ImportError(f"cupyspec's CUDA sources are missing: chain.cu is neither in {looked}; reinstall cupyspec")
+    raise ImportError(
+        f"cupyspec's CUDA sources are missing: chain_verify.cu is neither in {looked}; reinstall cupyspec"
+    )
 
 
 @cache

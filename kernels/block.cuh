@@ -7,6 +7,20 @@
 
 namespace cupyspec {
 
+// Shared memory, declared at the top of a kernel; tests/host_cuda brings its own.
+#ifndef CUPYSPEC_SHARED
+#define CUPYSPEC_SHARED(TYPE, name) __shared__ TYPE name
+#endif
+
+// Clusters: blocks that run at the same time and may wait for each other. From compute capability 9.0 on.
+#ifndef CUPYSPEC_CLUSTERS
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define CUPYSPEC_CLUSTERS 0
+#else
+#define CUPYSPEC_CLUSTERS 1
+#endif
+#endif
+
 constexpr unsigned int FULL_WARP = 0xFFFFFFFFu;
 constexpr int LANES = 32;
 
@@ -58,7 +72,6 @@ __device__ inline float warp_inclusive_sum(float value) {
 
 template <int WARPS> struct BlockScratch {
     unsigned long long keys[WARPS];
-    float sums[WARPS];
 };
 
 template <int WARPS>
@@ -75,31 +88,60 @@ __device__ inline unsigned long long block_min_all(unsigned long long value, Blo
     return value;
 }
 
-template <int WARPS>
-__device__ inline unsigned long long block_max_all(unsigned long long value, BlockScratch<WARPS>& shared) {
-    return ~block_min_all<WARPS>(~value, shared);
+// The first says that this thread runs, the second waits until all of the cluster do: only then may a block write to
+// another's shared memory.
+__device__ inline void cluster_arrive() {
+#if CUPYSPEC_CLUSTERS && defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#elif CUPYSPEC_CLUSTERS
+    ::host_cuda::cluster_arrive();
+#endif
+}
+__device__ inline void cluster_wait() {
+#if CUPYSPEC_CLUSTERS && defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+#elif CUPYSPEC_CLUSTERS
+    ::host_cuda::cluster_wait();
+#endif
 }
 
-struct Bounds {
-    float lower, upper, total;
-};
+// Waits for all threads of the cluster; what they wrote before, to global memory too, is seen after. Without clusters a
+// block is one of its own.
+__device__ inline void cluster_sync() {
+#if !CUPYSPEC_CLUSTERS
+    __syncthreads();
+#elif defined(__CUDA_ARCH__)
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#else
+    ::host_cuda::cluster_barrier();
+#endif
+}
 
-// Running sums over the threads of a block. A thread's lower bound is bit for bit the upper bound of the thread before
-// it, and total is the last upper bound.
-template <int WARPS> __device__ inline Bounds block_running_sum(float value, BlockScratch<WARPS>& shared) {
-    const float inclusive = warp_inclusive_sum(value);
-    __syncthreads();
-    if (lane_index() == LANES - 1) {
-        shared.sums[warp_index()] = inclusive;
-    }
-    __syncthreads();
-    float base = 0.0f, total = 0.0f;  // of the warps before this one; of all
-    for (int w = 0; w < WARPS; ++w) {
-        base = w == warp_index() ? total : base;
-        total += shared.sums[w];
-    }
-    const float below = __shfl_up_sync(FULL_WARP, inclusive, 1);
-    return {lane_index() == 0 ? base : base + below, base + inclusive, total};
+// Writes to the shared variable that block `rank` of the cluster has under this address.
+__device__ inline void cluster_store(unsigned long long* address, int rank, unsigned long long value) {
+#if !CUPYSPEC_CLUSTERS
+    *address = value;
+#elif defined(__CUDA_ARCH__)
+    unsigned int remote;
+    const unsigned int local = (unsigned int)__cvta_generic_to_shared(address);
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(value) : "memory");
+#else
+    *(unsigned long long*)::host_cuda::cluster_address(address, rank) = value;
+#endif
+}
+
+// Of two kernels in a row, where the launch of the second lets it start before the first has ended: the first says that
+// the second may start, the second waits until the first has ended and its writes are seen.
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_last_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace cupyspec

@@ -1,4 +1,4 @@
-// What the kernels of chain.cu are told, and a row's facts: draft count, temperatures, which score rows are read.
+// What the kernels of a chain are told, and a row's facts: draft count, temperatures, which score rows are read.
 #pragma once
 
 #include "block.cuh"
@@ -22,17 +22,17 @@
 #ifndef SEGMENT
 #define SEGMENT 1024
 #endif
+#ifndef VERIFY_THREADS  // of a block of chain_verify
+#define VERIFY_THREADS 512
+#endif
 
 namespace cupyspec {
 
 enum Rule { RULE_TOKEN = 0, RULE_SIGMOID = 1 };
 
-constexpr int DECIDE_THREADS = 256;
-constexpr int DECIDE_WARPS = DECIDE_THREADS / LANES;
 constexpr int MAX_DRAFTS = 255;
+constexpr int MAX_BLOCKS_PER_ROW = 8;  // what a cluster may have on every GPU that knows clusters
 constexpr unsigned long long NO_KEY = ~0ull;
-
-static_assert(SEGMENT / GRANULE <= DECIDE_THREADS, "the pick gives each thread at most one granule");
 
 using Target = TARGET_TYPE;
 using Draft = DRAFT_TYPE;
@@ -47,7 +47,6 @@ struct Scores {
     long long batch_stride, row_stride;
     const void* log_normalizer;  // or null; float32 or float64
     long long log_normalizer_batch_stride, log_normalizer_row_stride;
-    PerRow temperature;
     int log_normalizer_is_double;
     int probs;
 };
@@ -61,28 +60,32 @@ enum SeedKind {
 // The one argument of every kernel; the host fills in the same struct.
 struct ChainParams {
     Scores target, draft;
-    PerRow active, seed, step, position, draw, num_draft_tokens, cu_num_draft_tokens;
-    long long seed_word_stride;  // SEED_PAIRS: between the two words
+    // In the order of enum Fact. `length`: num_draft_tokens, or cu_num_draft_tokens of flattened rows. `seed_low`: the
+    // second word where seeds are pairs.
+    PerRow active, seed, seed_low, step, position, draw, length, target_temperature, draft_temperature;
     const void* draft_tokens;
     long long draft_tokens_batch_stride, draft_tokens_stride;
     void* tokens;              // [B, K + 1]
     int* num_accepted;         // [B]
     int* status;               // [B]
     float* log_normalizer;     // [B] or null
-    Pair* pairs;               // scratch [score rows, segments]
-    Pair* totals;              // scratch [score rows], or null: chain_decide combines pairs itself
-    unsigned long long* race;  // scratch [B]: smallest (key, segment)
-    unsigned int* arrived;     // scratch [B]: blocks that raced (low 24 bits), what they saw (high 8)
+    Pair* pairs;               // scratch [B, pair_rows, segments]
+    Pair* totals;              // scratch [B, pair_rows], or null: chain_verify combines pairs itself
+    unsigned long long* keys;  // scratch [B, blocks_per_row], without clusters: each block's smallest (key, segment)
+    unsigned int* arrived;     // scratch [B], without clusters: blocks that raced (low 24 bits), what they saw (high 8)
     long long batch_size, num_drafts, vocab_size, segments;
-    long long all_drafts;         // flattened: T
-    long long blocks_per_row;     // of chain_decide
-    long long segments_per_warp;  // of chain_stats: 1 or 2
-    double lenience;              // Token
-    double alpha, beta;           // Sigmoid
-    int purpose;                  // sample()'s, or 0
+    long long all_drafts;   // flattened: T
+    long long pair_rows;    // score rows a batch row has pairs of at one time
+    double lenience;        // Token
+    double alpha, beta;     // Sigmoid
+    int positions_at_once;  // whose pairs lie in scratch together
+    int pairs_known;        // chain_stats ran before: positions_at_once is K + 1
+    int blocks_per_row;     // of chain_verify: one cluster where there are clusters
+    int purpose;            // sample()'s, or 0
     int seed_kind;
     int has_draft;  // 0: one-hot drafts
     int flattened;
+    int padding;
 };
 
 enum Status {
@@ -93,6 +96,9 @@ enum Status {
     STATUS_LENGTH_RANGE = 16,
     STATUS_PARAMETER_RANGE = 32
 };
+
+// Bits that stand for ids which do not exist.
+template <typename T> __device__ inline unsigned int fill_of(bool probs) { return probs ? 0u : Storage<T>::NEG_INF; }
 
 // Facts of one batch row. All lanes of a warp hold the same.
 struct Row {
@@ -111,19 +117,52 @@ __device__ inline long long draft_token(const ChainParams& p, const Row& row, in
     return ((const Token*)p.draft_tokens)[at];
 }
 
+// What is read of a row's parameters.
+enum Fact {
+    FACT_ACTIVE,
+    FACT_SEED,
+    FACT_SEED_LOW,
+    FACT_STEP,
+    FACT_POSITION,
+    FACT_DRAW,
+    FACT_LENGTH,  // flattened: where the row's drafts begin
+    FACT_TARGET_TEMPERATURE,
+    FACT_DRAFT_TEMPERATURE,
+    FACT_END,  // flattened: where they end
+    FACTS
+};
+
+// A lane each reads them, so that they come together.
+__device__ inline unsigned long long read_fact(const ChainParams& p, long long b, int fact) {
+    const PerRow& from = (&p.active)[fact == FACT_END ? FACT_LENGTH : fact];
+    if (!from.data || (fact == FACT_END && !p.flattened)) {
+        return from.value;
+    }
+    const unsigned long long stored = stored_value(from, fact == FACT_END ? b + 1 : b);
+    if (fact == FACT_TARGET_TEMPERATURE || fact == FACT_DRAFT_TEMPERATURE) {
+        return (unsigned long long)__double_as_longlong(real_value(from, stored));
+    }
+    return integer_value(from, stored);
+}
+
 // float32 of a temperature, and whether it is one: finite and not negative. Below 2^-126 it means greedy.
-__device__ inline bool read_temperature(const PerRow& from, long long b, float& temperature, bool& greedy) {
-    const double given = load_real(from, b);
+__device__ inline bool judge_temperature(unsigned long long fact, float& temperature, bool& greedy) {
+    const double given = __longlong_as_double((long long)fact);
     temperature = (float)given;
     greedy = temperature < MIN_NORMAL;  // flushed to 0 or not, a subnormal is below
     return given >= 0.0 && temperature <= 3.4028234663852886e38f;
 }
 
+// A uint64 too large for a signed number counts as the largest.
+__device__ inline long long length_of(const ChainParams& p, unsigned long long fact) {
+    return p.length.type == ROW_UINT64 && fact >> 63 ? 0x7FFFFFFFFFFFFFFFll : (long long)fact;
+}
+
 // Clamped length and start of row b's drafts.
-__device__ inline void read_length(const ChainParams& p, Row& row, long long& length) {
+__device__ inline long long judge_length(const ChainParams& p, Row& row, const unsigned long long* facts) {
+    long long length = length_of(p, facts[FACT_LENGTH]);
     if (p.flattened) {
-        const long long given_start = load_integer(p.cu_num_draft_tokens, row.b);
-        const long long given_end = load_integer(p.cu_num_draft_tokens, row.b + 1);
+        const long long given_start = length, given_end = length_of(p, facts[FACT_END]);
         const long long all = p.all_drafts;
         row.start = given_start < 0 ? 0 : given_start > all ? all : given_start;
         const long long end = given_end < row.start ? row.start : given_end > all ? all : given_end;
@@ -131,29 +170,36 @@ __device__ inline void read_length(const ChainParams& p, Row& row, long long& le
         if (row.start != given_start || end != given_end || (row.b == 0 && given_start != 0)) {
             row.status |= STATUS_LENGTH_RANGE;
         }
-    } else {
-        length = load_integer(p.num_draft_tokens, row.b);
     }
     if (length < 0 || length > p.num_drafts) {
         length = length < 0 ? 0 : p.num_drafts;
         row.status |= STATUS_LENGTH_RANGE;
     }
+    return length;
 }
 
-// The whole warp reads row b's facts: drafts end at the first id that is -1 or does not exist.
-__device__ inline Row warp_read_row_all(const ChainParams& p, long long b) {
+// The whole warp reads row b's facts, into `facts` of this warp in shared memory too. Drafts end at the first id that is
+// -1 or does not exist.
+__device__ inline Row warp_read_row_all(const ChainParams& p, long long b, unsigned long long* facts) {
     Row row = {};
     row.b = b;
-    row.active = load_bits(p.active, b) != 0;
+    // Where ids lie does not hang on the row's length in padded rows: read the first of them along with the facts.
+    const bool early = !p.flattened && lane_index() < p.num_drafts;
+    const long long first_id = early ? draft_token(p, row, lane_index()) : 0;
+    __syncwarp();  // the facts of the row before may still be read
+    if (lane_index() < FACTS) {
+        facts[lane_index()] = read_fact(p, b, lane_index());
+    }
+    __syncwarp();
+    row.active = facts[FACT_ACTIVE] != 0;
     if (!row.active) {
         return row;
     }
-    long long length;
-    read_length(p, row, length);
-    row.drafts = (int)length;
+    row.drafts = (int)judge_length(p, row, facts);
+#pragma unroll 1
     for (int base = 0; base < row.drafts; base += LANES) {
         const int i = base + lane_index();
-        const long long id = i < row.drafts ? draft_token(p, row, i) : 0;
+        const long long id = i >= row.drafts ? 0 : base == 0 && !p.flattened ? first_id : draft_token(p, row, i);
         const unsigned int ends = __ballot_sync(FULL_WARP, id < 0 || id >= p.vocab_size);
         const unsigned int wrong = __ballot_sync(FULL_WARP, id < -1 || id >= p.vocab_size);
         if (ends) {
@@ -162,38 +208,35 @@ __device__ inline Row warp_read_row_all(const ChainParams& p, long long b) {
             row.status |= wrong >> first & 1 ? STATUS_TOKEN_RANGE : 0;
         }
     }
-    bool valid = read_temperature(p.target.temperature, b, row.target_temperature, row.target_greedy);
+    bool valid = judge_temperature(facts[FACT_TARGET_TEMPERATURE], row.target_temperature, row.target_greedy);
     if (p.has_draft) {
-        valid &= read_temperature(p.draft.temperature, b, row.draft_temperature, row.draft_greedy);
+        valid &= judge_temperature(facts[FACT_DRAFT_TEMPERATURE], row.draft_temperature, row.draft_greedy);
     }
     row.status |= valid ? 0 : STATUS_PARAMETER_RANGE;
     row.runs = valid;
     return row;
 }
 
-__device__ inline unsigned long long row_seed(const ChainParams& p, long long b) {
-    if (p.seed_kind == SEED_PAIRS) {
-        const unsigned int* words = (const unsigned int*)p.seed.data + b * p.seed.stride;
-        return (unsigned long long)words[0] << 32 | words[p.seed_word_stride];
-    }
-    const unsigned long long seed = load_bits(p.seed, b);  // a single one has stride 0
-    return p.seed_kind == SEED_SPLIT ? split_seed(seed, (unsigned int)b) : seed;
-}
+// What all random numbers of a row have in common.
+struct Noise {
+    unsigned long long seed, step;
+};
 
-__device__ inline unsigned long long row_step(const ChainParams& p, long long b) {
-    return load_bits(p.step, b) & 0xFFFFFFFFFFFFFFull;
+__device__ inline Noise row_noise(const ChainParams& p, long long b, const unsigned long long* facts) {
+    unsigned long long seed = facts[FACT_SEED];
+    if (p.seed_kind == SEED_PAIRS) {
+        seed = seed << 32 | facts[FACT_SEED_LOW];
+    } else if (p.seed_kind == SEED_SPLIT) {
+        seed = split_seed(seed, (unsigned int)b);
+    }
+    return {seed, facts[FACT_STEP] & 0xFFFFFFFFFFFFFFull};
 }
 
 // Counter word y of the row's draw: chain position, or what sample() was told.
-__device__ inline unsigned int draw_position(const ChainParams& p, long long b, int n) {
-    if (!p.purpose) {
-        return (unsigned int)n;
-    }
-    return ((unsigned int)load_bits(p.position, b) & 0xFFFFu) | (unsigned int)load_bits(p.draw, b) << 16;
+__device__ inline unsigned int draw_position(const ChainParams& p, const unsigned long long* facts, int n) {
+    return p.purpose ? ((unsigned int)facts[FACT_POSITION] & 0xFFFFu) | (unsigned int)facts[FACT_DRAW] << 16
+                     : (unsigned int)n;
 }
-
-// Slots number a batch row's score rows: target rows 0..K, then draft rows 0..K-1.
-__device__ inline long long slots_per_row(const ChainParams& p) { return 2 * p.num_drafts + 1; }
 
 __device__ inline const Target* target_row(const ChainParams& p, const Row& row, int i) {
     const Scores& s = p.target;
@@ -216,42 +259,48 @@ __device__ inline double log_normalizer_at(const ChainParams& p, const Scores& s
                                       : (double)((const float*)s.log_normalizer)[at];
 }
 
-// Where a slot's pairs lie: by batch row and position in every layout, so that no two batch rows share scratch, even where
-// flattened bounds overlap.
-__device__ inline long long pair_row(const ChainParams& p, const Row& row, int slot) {
-    return row.b * slots_per_row(p) + slot;
+// Positions first .. end - 1, judged together. Their pairs lie in one of two places by turns, so that a block may write
+// those of the next group while others still read.
+struct Group {
+    int first, end, place;
+};
+
+// Where the pairs of a group's score rows lie: target rows, then draft rows. By batch row and position in every layout, so
+// that no two batch rows share scratch, even where flattened bounds overlap.
+__device__ inline long long target_pair_row(const ChainParams& p, const Row& row, const Group& group, int i) {
+    return row.b * p.pair_rows + group.place * 2 * p.positions_at_once + (i - group.first);
 }
+__device__ inline long long draft_pair_row(const ChainParams& p, const Row& row, const Group& group, int i) {
+    return target_pair_row(p, row, group, i) + p.positions_at_once;
+}
+
+// Where all pairs are known.
+__device__ inline Group whole_chain(const ChainParams& p) { return {0, (int)p.num_drafts + 1, 0}; }
 
 enum Need { NEED_NOTHING, NEED_SUM, NEED_ARGMAX };
 
-// What the decision wants to know of a whole score row.
-__device__ inline Need slot_need(const ChainParams& p, const Row& row, int slot) {
-    if (!row.runs) {
+// What the decision wants to know of target row i, whole.
+__device__ inline Need target_need(const ChainParams& p, const Row& row, int i) {
+    if (!row.runs || i > row.drafts) {
         return NEED_NOTHING;
     }
-    if (slot <= p.num_drafts) {
-        if (slot > row.drafts) {
-            return NEED_NOTHING;
-        }
-        if (row.target_greedy) {
-            return NEED_ARGMAX;
-        }
-        // The last row is drawn from, whatever is known of its normaliser.
-        const bool summed = slot == row.drafts || (RULE == RULE_TOKEN && !p.target.log_normalizer);
-        return summed ? NEED_SUM : NEED_NOTHING;
+    if (row.target_greedy) {
+        return NEED_ARGMAX;
     }
-    const int i = slot - (int)p.num_drafts - 1;
-    if (i >= row.drafts || !p.has_draft || row.target_greedy) {
+    // The last row is drawn from, whatever is known of its normaliser.
+    const bool summed = i == row.drafts || (RULE == RULE_TOKEN && !p.target.log_normalizer);
+    return summed ? NEED_SUM : NEED_NOTHING;
+}
+
+// And of draft row i.
+__device__ inline Need draft_need(const ChainParams& p, const Row& row, int i) {
+    if (!row.runs || i >= row.drafts || !p.has_draft || row.target_greedy) {
         return NEED_NOTHING;
     }
     if (row.draft_greedy) {
         return NEED_ARGMAX;
     }
     return RULE == RULE_TOKEN && !p.draft.log_normalizer ? NEED_SUM : NEED_NOTHING;
-}
-
-__device__ inline float slot_scale(const ChainParams& p, const Row& row, int slot) {
-    return logit_scale(slot <= p.num_drafts ? row.target_temperature : row.draft_temperature);
 }
 
 }  // namespace cupyspec

@@ -5,8 +5,6 @@
 
 namespace cupyspec {
 
-using Scratch = BlockScratch<DECIDE_WARPS>;
-
 // What a token is drawn from: weights of the target row, or what is left of them beside the draft.
 enum WeightsKind {
     TARGET_ONLY,   // p
@@ -36,24 +34,23 @@ struct Weights {
     bool judge_target, judge_draft;  // rows nobody has read in full yet
 };
 
-// Bits of a judgement made while racing; a block leaves them in the high byte of `arrived`.
+// Bits of a judgement made while racing.
 enum Seen { SEEN_TARGET_BAD = 1, SEEN_DRAFT_BAD = 2, SEEN_TARGET_SCORE = 4, SEEN_DRAFT_SCORE = 8 };
 
-__device__ Side make_side(const Scores& s, const Pair& total, float temperature) {
+__device__ inline Side make_side(const Scores& s, const Pair& total, float temperature) {
     return {finite_pivot(total.max), logit_scale(temperature), s.probs ? 1.0f : 1.0f / total.sum, (bool)s.probs};
 }
 
 // The pivot carries what float32 can hold of log_normalizer * T, the factor the rest.
-__device__ Side make_side(double log_normalizer, float temperature) {
+__device__ __noinline__ Side make_side(double log_normalizer, float temperature) {
     const double whole = log_normalizer * temperature;
     const float pivot = (float)whole;
     return {pivot, logit_scale(temperature), (float)exp((pivot - whole) / temperature), false};
 }
 
 // Never fused with a subtraction: where p equals q nothing may be left of [p - q]+.
-__device__ inline float side_weight(const Side& side, unsigned int bits) {
-    return side.probs ? clean_probability(bits)
-                      : __fmul_rn(weight_of_logit(float_of(bits), side.pivot, side.scale), side.factor);
+__device__ inline float logit_weight(const Side& side, unsigned int bits) {
+    return __fmul_rn(weight_of_logit(float_of(bits), side.pivot, side.scale), side.factor);
 }
 
 // Bounds rounded such that a float z lies beyond one exactly where z / T lies beyond alpha or beta in double.
@@ -84,60 +81,98 @@ struct GranuleWeights {
     float sum;  // ids ascending
 };
 
-// Scores of the ids first .. first + 7 on both sides.
-struct GranuleScores {
-    Granule<Target> target;
-    Granule<Draft> draft;
+// Scores of a lane's granules on both sides.
+template <int COUNT> struct LaneScores {
+    Granule<Target> target[COUNT];
+    Granule<Draft> draft[COUNT];
 };
 
-// WHOLE: all ids exist and rows are aligned, known of a whole segment at once: then no load hangs on a branch.
-template <bool WHOLE>
-__device__ inline void load_scores(const ChainParams& p, const Weights& w, long long first, GranuleScores& scores) {
-    if (WHOLE) {
-        scores.target = load_vector(w.target, first);
-    } else {
-        const unsigned int fill = w.target_side.probs ? 0u : Storage<Target>::NEG_INF;
-        scores.target = load_granule(w.target, first, p.vocab_size, fill);
-    }
+template <int COUNT>
+__device__ inline void load_scores(const ChainParams& p, const Weights& w, long long first, LaneScores<COUNT>& scores) {
+    load_granules(w.target, first, p.vocab_size, fill_of<Target>(w.target_side.probs), scores.target);
     if (w.kind == LESS_DRAFT) {
-        if (WHOLE) {
-            scores.draft = load_vector(w.draft, first);
-        } else {
-            const unsigned int fill = w.draft_side.probs ? 0u : Storage<Draft>::NEG_INF;
-            scores.draft = load_granule(w.draft, first, p.vocab_size, fill);
+        load_granules(w.draft, first, p.vocab_size, fill_of<Draft>(w.draft_side.probs), scores.draft);
+    }
+}
+
+// What is wrong with a granule of logits, and whether it has a score at all.
+template <typename T> __device__ unsigned int judge_granule(const Granule<T>& scores, Seen bad, Seen score) {
+    unsigned int seen = 0;
+#pragma unroll
+    for (int j = 0; j < GRANULE; ++j) {
+        const unsigned int bits = value_bits(scores, j);
+        seen |= bad_logit(bits) ? bad : bits != NEG_INF_BITS ? score : 0;
+    }
+    return seen;
+}
+
+template <bool LOGITS, typename T>
+__device__ void side_weights(const Side& side, const Granule<T>& scores, float* values) {
+    if (!LOGITS && side.probs) {
+#pragma unroll
+        for (int j = 0; j < GRANULE; ++j) {
+            values[j] = clean_probability(value_bits(scores, j));
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < GRANULE; ++j) {
+            values[j] = logit_weight(side, value_bits(scores, j));
         }
     }
 }
 
-// Weights of the ids first .. first + 7. `seen` collects the judgement.
-__device__ GranuleWeights granule_weights(const ChainParams& p, const Weights& w, const GranuleScores& scores,
-                                          long long first, unsigned int& seen) {
-    const long long hot = w.hot - first;
-    const float sigmoid_offset = RULE == RULE_SIGMOID ? (float)(p.alpha / (p.beta - p.alpha)) : 0.0f;
+__device__ void sigmoid_weights(const ChainParams& p, const Weights& w, const Granule<Target>& target,
+                                const Granule<Draft>& draft, float* values) {
+    const float offset = (float)(p.alpha / (p.beta - p.alpha));
+#pragma unroll
+    for (int j = 0; j < GRANULE; ++j) {
+        const float draft_logit = w.kind == LESS_DRAFT ? float_of(value_bits(draft, j)) : minus_inf();
+        values[j] =
+            sigmoid_residual(w.target_sigmoid, w.draft_sigmoid, offset, float_of(value_bits(target, j)), draft_logit);
+    }
+}
+
+// Whether a draw is what most are: [p - q]+ of logits, in rows known to be fit.
+__device__ inline bool is_plain(const Weights& w) {
+    return RULE == RULE_TOKEN && w.kind == LESS_DRAFT && !w.target_side.probs && !w.draft_side.probs &&
+           !w.judge_target && !w.judge_draft;
+}
+
+// Weights of the ids first .. first + 7. `seen` collects the judgement. PLAIN: is_plain() holds.
+template <bool PLAIN>
+__device__ GranuleWeights granule_weights(const ChainParams& p, const Weights& w, const Granule<Target>& target,
+                                          const Granule<Draft>& draft, long long first, unsigned int& seen) {
+    if (!PLAIN && w.judge_target) {
+        seen |= judge_granule(target, SEEN_TARGET_BAD, SEEN_TARGET_SCORE);
+    }
+    if (!PLAIN && w.judge_draft) {
+        seen |= judge_granule(draft, SEEN_DRAFT_BAD, SEEN_DRAFT_SCORE);
+    }
     GranuleWeights out;
+    if (PLAIN || RULE == RULE_TOKEN || w.kind == TARGET_ONLY) {
+        side_weights<PLAIN>(w.target_side, target, out.values);
+        if (PLAIN || w.kind == LESS_DRAFT) {
+            float less[GRANULE];
+            side_weights<PLAIN>(w.draft_side, draft, less);
+#pragma unroll
+            for (int j = 0; j < GRANULE; ++j) {
+                out.values[j] = fmaxf(out.values[j] - less[j], 0.0f);
+            }
+        }
+    } else {
+        sigmoid_weights(p, w, target, draft, out.values);
+    }
+    if (!PLAIN && w.kind == LESS_ONE_HOT) {
+        const long long hot = w.hot - first;
+#pragma unroll
+        for (int j = 0; j < GRANULE; ++j) {
+            out.values[j] = hot == j ? 0.0f : out.values[j];
+        }
+    }
     out.sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < GRANULE; ++j) {
-        const unsigned int target_bits = value_bits(scores.target, j);
-        const unsigned int draft_bits = w.kind == LESS_DRAFT ? value_bits(scores.draft, j) : NEG_INF_BITS;
-        if (w.judge_target) {
-            seen |= bad_logit(target_bits) ? SEEN_TARGET_BAD : target_bits != NEG_INF_BITS ? SEEN_TARGET_SCORE : 0;
-        }
-        if (w.judge_draft) {
-            seen |= bad_logit(draft_bits) ? SEEN_DRAFT_BAD : draft_bits != NEG_INF_BITS ? SEEN_DRAFT_SCORE : 0;
-        }
-        float weight;
-        if (RULE == RULE_TOKEN || w.kind == TARGET_ONLY) {
-            weight = side_weight(w.target_side, target_bits);
-            weight = w.kind == LESS_DRAFT ? fmaxf(weight - side_weight(w.draft_side, draft_bits), 0.0f) : weight;
-        } else {
-            const float draft_logit = w.kind == LESS_DRAFT ? float_of(draft_bits) : minus_inf();
-            weight =
-                sigmoid_residual(w.target_sigmoid, w.draft_sigmoid, sigmoid_offset, float_of(target_bits), draft_logit);
-        }
-        weight = w.kind == LESS_ONE_HOT && hot == j ? 0.0f : weight;
-        out.values[j] = weight;
-        out.sum += weight;
+        out.sum += out.values[j];
     }
     return out;
 }
@@ -152,13 +187,13 @@ __device__ float race_scale(const Side& side, const Pair& total) {
 }
 
 struct Draw {
-    unsigned long long seed, step;
+    Noise noise;
     int purpose;
     unsigned int position;
 };
 
 __device__ Words segment_words(const Draw& draw, unsigned int segment) {
-    return random_words(draw.seed, draw.step, draw.purpose, draw.position, segment);
+    return random_words(draw.noise.seed, draw.noise.step, draw.purpose, draw.position, segment);
 }
 
 // (key, segment) as one number whose order is theirs: keys are positive, so their bits order as they do.
@@ -170,87 +205,149 @@ __device__ unsigned long long race_key(const Draw& draw, unsigned int segment, f
     return (unsigned long long)__float_as_uint(key) << 32 | segment;
 }
 
-// Race of a row whose segment pairs are known: one thread a segment. All threads get the winner.
-__device__ unsigned long long block_race_pairs_all(const ChainParams& p, const Pair* pairs, const Side& side,
-                                                   float scale, const Draw& draw, Scratch& scratch) {
-    unsigned long long best = NO_KEY;
-    for (long long s = threadIdx.x; s < p.segments; s += DECIDE_THREADS) {
-        const float weight = pairs[s].sum * weight_of_logit(pairs[s].max, side.pivot, side.scale) * scale;
-        const unsigned long long key = race_key(draw, (unsigned int)s, weight);
-        best = key < best ? key : best;
-    }
-    return block_min_all(best, scratch);
+// Key of a segment whose weight is known by its pair.
+__device__ unsigned long long pair_key(const Pair& pair, unsigned int segment, const Side& side, float scale,
+                                       const Draw& draw) {
+    return race_key(draw, segment, pair.sum * weight_of_logit(pair.max, side.pivot, side.scale) * scale);
 }
 
-// This lane's part of a segment's weight.
-template <bool WHOLE>
-__device__ float lane_segment_sum(const ChainParams& p, const Weights& w, long long segment, unsigned int& seen) {
-    const long long first = segment * SEG + lane_index() * GRANULE;
-    float sum = 0.0f;
-#pragma unroll 1  // more granules at once spill
-    for (int g = 0; g < SEG / (GRANULE * LANES); ++g) {
-        GranuleScores scores = {};
-        load_scores<WHOLE>(p, w, first + g * GRANULE * LANES, scores);
-        sum += granule_weights(p, w, scores, first + g * GRANULE * LANES, seen).sum;
-    }
-    return sum;
+constexpr int LANE_GRANULES = SEG / (GRANULE * LANES);  // of a segment
+
+// Weight of this lane's granule from id `first` on.
+__device__ __noinline__ float granule_weight(const ChainParams& p, const Weights& w, long long first,
+                                             unsigned int& seen) {
+    LaneScores<1> scores = {};
+    load_scores(p, w, first, scores);
+    return granule_weights<false>(p, w, scores.target[0], scores.draft[0], first, seen).sum;
 }
 
-// The smallest key of this block's segments, by the order of segment.cuh, goes into the row's race.
-__device__ void block_race_segments(const ChainParams& p, const Weights& w, float scale, const Draw& draw, long long b,
-                                    long long part) {
-    const bool aligned = is_aligned(w.target) && (w.kind != LESS_DRAFT || is_aligned(w.draft));
-    unsigned long long best = NO_KEY;
-    unsigned int seen = 0;
-    for (long long s = part * DECIDE_WARPS + warp_index(); s < p.segments; s += p.blocks_per_row * DECIDE_WARPS) {
-        const bool whole = aligned && (s + 1) * SEG <= p.vocab_size;
-        const float sum = whole ? lane_segment_sum<true>(p, w, s, seen) : lane_segment_sum<false>(p, w, s, seen);
-        const unsigned long long key = race_key(draw, (unsigned int)s, warp_sum_all(sum) * scale);
-        best = key < best ? key : best;
+// Weights of the granules that a lane has of a segment, by which it is summed and picked from.
+struct LaneSums {
+    float granules[LANE_GRANULES];
+
+    // In the order of segment.cuh.
+    __device__ float warp_total_all() const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int g = 0; g < LANE_GRANULES; ++g) {
+            sum += granules[g];
+        }
+        return warp_sum_all(sum);
     }
-    if (lane_index() == 0 && best != NO_KEY) {
-        atomicMin(&p.race[b], best);
+};
+
+__device__ inline LaneSums sum_lane(const ChainParams& p, const Weights& w, unsigned int segment, unsigned int& seen) {
+    const long long first = (long long)segment * SEG + lane_index() * GRANULE;
+    LaneSums sums;
+#pragma unroll
+    for (int g = 0; g < LANE_GRANULES; ++g) {
+        sums.granules[g] = granule_weight(p, w, first + g * GRANULE * LANES, seen);
     }
-    if (seen) {
-        atomicOr(&p.arrived[b], seen << 24);
+    return sums;
+}
+
+// The same where is_plain() holds: loads of both sides are in flight together.
+constexpr int TOGETHER = LANE_GRANULES < 4 ? LANE_GRANULES : sizeof(Target) + sizeof(Draft) > 4 ? 2 : 4;
+
+__device__ inline LaneSums sum_lane_plain(const ChainParams& p, const Weights& w, unsigned int segment) {
+    const long long first = (long long)segment * SEG + lane_index() * GRANULE;
+    LaneSums sums;
+#pragma unroll
+    for (int base = 0; base < LANE_GRANULES; base += TOGETHER) {
+        LaneScores<TOGETHER> scores;
+        load_granules(w.target, first + base * GRANULE * LANES, p.vocab_size, Storage<Target>::NEG_INF, scores.target);
+        load_granules(w.draft, first + base * GRANULE * LANES, p.vocab_size, Storage<Draft>::NEG_INF, scores.draft);
+#pragma unroll
+        for (int g = 0; g < TOGETHER; ++g) {
+            unsigned int unseen = 0;
+            sums.granules[base + g] = granule_weights<true>(p, w, scores.target[g], scores.draft[g], first, unseen).sum;
+        }
     }
+    return sums;
+}
+
+// What a warp has found in its part of the race.
+struct Best {
+    unsigned long long key;
+    LaneSums sums;  // of that segment
+};
+
+// The smallest key among every `step`-th segment from `start` on; by one warp.
+__device__ inline Best warp_race_segments_all(const ChainParams& p, const Weights& w, float scale, const Draw& draw,
+                                              unsigned int start, unsigned int step, unsigned int& seen) {
+    const bool plain = is_plain(w);
+    Best best = {NO_KEY, {}};
+#pragma unroll 1
+    for (unsigned int s = start; s < p.segments; s += step) {
+        const LaneSums sums = plain ? sum_lane_plain(p, w, s) : sum_lane(p, w, s, seen);
+        const unsigned long long key = race_key(draw, s, sums.warp_total_all() * scale);
+        if (key < best.key) {
+            best = {key, sums};
+        }
+    }
+    return best;
 }
 
 // The token inside a segment: the smallest id whose running sum of weights exceeds u times their total; where rounding
-// leaves none, the last id of positive weight. All threads get it; -1 if no weight is positive.
-__device__ long long block_pick_all(const ChainParams& p, const Weights& w, const Draw& draw, unsigned int segment,
-                                    Scratch& scratch) {
-    const long long first = (long long)segment * SEG + threadIdx.x * GRANULE;
-    const bool inside = (int)threadIdx.x < SEG / GRANULE;
-    GranuleWeights mine = {};
-    if (inside) {
-        unsigned int seen = 0;
-        GranuleScores scores = {};
-        load_scores<false>(p, w, first, scores);
-        mine = granule_weights(p, w, scores, first, seen);
+// leaves none, the last id of positive weight. By one warp; -1 if no weight is positive.
+//
+// Running sums: of a granule's ids; of the granules of each 32 by warp_inclusive_sum(); of those sums in order. A
+// granule's lower bound is bit for bit the upper bound of the one before it, and the total is the last upper bound.
+__device__ __noinline__ long long warp_pick_all(const ChainParams& p, const Weights& w, const Draw& draw,
+                                                unsigned int segment, const LaneSums& of_segment) {
+    const LaneSums sums = of_segment;
+    unsigned int seen = 0;
+    float lower[LANE_GRANULES], upper[LANE_GRANULES];
+    float total = 0.0f;
+#pragma unroll
+    for (int g = 0; g < LANE_GRANULES; ++g) {
+        const float inclusive = warp_inclusive_sum(sums.granules[g]);
+        const float below = __shfl_up_sync(FULL_WARP, inclusive, 1);
+        lower[g] = lane_index() == 0 ? total : total + below;
+        upper[g] = total + inclusive;
+        total += __shfl_sync(FULL_WARP, inclusive, LANES - 1);
     }
-    const Bounds bounds = block_running_sum(mine.sum, scratch);
-    const float level = coin(segment_words(draw, segment).w1) * bounds.total;
-    // A float running sum may waver where nothing is added: only a thread with weight of its own may win.
-    const bool reaches = mine.sum > 0.0f && bounds.upper > level;
-    unsigned long long winner = block_min_all(reaches ? threadIdx.x : NO_KEY, scratch);
-    if (winner == NO_KEY) {
-        winner = block_max_all(mine.sum > 0.0f ? threadIdx.x + 1 : 0, scratch) - 1;
+    const float level = coin(segment_words(draw, segment).w1) * total;
+    int winner = -1;  // granule of the segment
+    float bound = 0.0f;
+#pragma unroll
+    for (int g = LANE_GRANULES - 1; g >= 0; --g) {  // the last one of positive weight, unless one reaches the level
+        const unsigned int positive = __ballot_sync(FULL_WARP, sums.granules[g] > 0.0f);
+        if (winner < 0 && positive) {
+            winner = g * LANES + 31 - __clz((int)positive);
+            bound = lower[g];
+        }
     }
-    unsigned long long token = 0;  // id + 1
-    if (inside && threadIdx.x == winner) {
-        float upper = bounds.lower;
+#pragma unroll
+    for (int g = LANE_GRANULES - 1; g >= 0; --g) {
+        // A float running sum may waver where nothing is added: only a granule with weight of its own may win.
+        const unsigned int reaches = __ballot_sync(FULL_WARP, sums.granules[g] > 0.0f && upper[g] > level);
+        if (reaches) {
+            winner = g * LANES + __ffs((int)reaches) - 1;
+            bound = lower[g];
+        }
+    }
+    if (winner < 0) {
+        return -1;
+    }
+    unsigned int token = 0;
+    if (lane_index() == winner % LANES) {
+        const long long start = (long long)segment * SEG + winner * GRANULE;
+        LaneScores<1> scores = {};
+        load_scores(p, w, start, scores);
+        const GranuleWeights mine = granule_weights<false>(p, w, scores.target[0], scores.draft[0], start, seen);
+        float running = bound;
         bool found = false;
 #pragma unroll
         for (int j = 0; j < GRANULE; ++j) {
-            upper += mine.values[j];
+            running += mine.values[j];
             if (mine.values[j] > 0.0f && !found) {
-                token = first + j + 1;
-                found = upper > level;
+                token = (unsigned int)(start + j);
+                found = running > level;
             }
         }
     }
-    return (long long)block_max_all(token, scratch) - 1;
+    return __shfl_sync(FULL_WARP, token, winner % LANES);
 }
 
 __device__ int seen_faults(const Weights& w, unsigned int seen) {

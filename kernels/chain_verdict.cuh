@@ -19,98 +19,114 @@ __device__ inline int judge_total(const Pair& total, Need need, int invalid, int
     return is_nan(total.sum) ? invalid : total.sum == 0.0f ? empty : 0;
 }
 
-// Probability of one id, in double: K of them a row decide what is accepted.
-__device__ double probability_of(const Scores& s, unsigned int bits, const Pair& total, float temperature) {
-    if (s.probs) {
-        return clean_probability(bits);
+// 2^x with float32's precision over double's range; 0 for a NaN, whose row is judged elsewhere.
+__device__ inline double exp2_of(double x) {
+    if (!(x > -1020.0)) {
+        return 0.0;
     }
-    return exp(((double)float_of(bits) - total.max) / temperature) / total.sum;
-}
-
-__device__ double probability_of(unsigned int bits, double log_normalizer, float temperature) {
-    return exp(((double)float_of(bits) - log_normalizer * temperature) / temperature);
+    const double whole = rint(x < 1020.0 ? x : 1020.0);
+    return exp2f((float)(x - whole)) * __longlong_as_double((long long)((int)whole + 1023) << 52);
 }
 
 __device__ bool is_finite(double x) { return x - x == 0.0; }
 
-// p(x) of the token rule and the faults seen on the way.
-template <typename T>
-__device__ double token_probability(const ChainParams& p, const Scores& s, const Row& row, const T* scores,
-                                    long long row_index, int i, long long x, const Pair& total, float temperature,
-                                    int invalid, int& faults) {
-    const unsigned int bits = widen(scores[x]);
-    if (!s.log_normalizer) {
-        return probability_of(s, bits, total, temperature);
+// A draft and what its verdict takes beside its rows' totals.
+struct Candidate {
+    long long id;
+    unsigned int target_bits, draft_bits;  // its scores
+    float coin;
+};
+
+// One thread reads the draft at position i < L. A greedy row compares ids, and reads no score.
+__device__ inline Candidate read_candidate(const ChainParams& p, const Row& row, const Noise& noise, int i) {
+    Candidate x = {draft_token(p, row, i), 0, 0, 0.0f};
+    if (!row.target_greedy) {
+        x.target_bits = widen(target_row(p, row, i)[x.id]);
+        if (p.has_draft && !row.draft_greedy) {
+            x.draft_bits = widen(draft_row(p, row, i)[x.id]);
+        }
+        x.coin = coin(random_words(noise.seed, noise.step, PURPOSE_ACCEPT, i, 0).w0);
     }
-    const double log_normalizer = log_normalizer_at(p, s, row, row_index, i);
-    if (!is_finite(log_normalizer) || bad_logit(bits)) {
-        faults |= invalid;
-    }
-    return probability_of(bits, log_normalizer, temperature);
+    return x;
 }
 
-__device__ double sigmoid_value(const ChainParams& p, double logit) {
+__device__ __noinline__ double sigmoid_value(const ChainParams& p, double logit) {
     if (logit < p.alpha || logit > p.beta) {
         return logit < p.alpha ? 0.0 : 1.0;
     }
     return 1.0 / (1.0 + exp(-(logit - p.alpha) / (p.beta - p.alpha)));
 }
 
-template <typename T>
-__device__ double sigmoid_probability(const ChainParams& p, const T* scores, long long x, float temperature,
-                                      int invalid, int& faults) {
-    const unsigned int bits = widen(scores[x]);
-    faults |= bad_logit(bits) ? invalid : 0;
-    return sigmoid_value(p, (double)float_of(bits) / temperature);
+// Totals of the score rows at one position.
+struct Totals {
+    Pair target, draft;
+};
+
+// One side's probability of a draft: weight / sum, and what is wrong with the score row.
+struct Share {
+    double weight, sum;
+    int faults;
+};
+
+// One thread: side and position i <= L. `rate` is log2(e) / temperature. The draft's share is 1 of a one-hot draft, and at
+// i = L, where only the target's faults count.
+__device__ inline Share share_of(const ChainParams& p, const Row& row, bool of_draft, int i, const Candidate& x,
+                                 const Totals& totals, double rate) {
+    const Scores& s = of_draft ? p.draft : p.target;
+    const Pair total = of_draft ? totals.draft : totals.target;
+    const Need need = of_draft ? draft_need(p, row, i) : target_need(p, row, i);
+    const int invalid = of_draft ? STATUS_DRAFT_INVALID : STATUS_TARGET_INVALID;
+    Share share = {1.0, 1.0, judge_total(total, need, invalid, of_draft ? STATUS_DRAFT_INVALID : STATUS_TARGET_EMPTY)};
+    if (row.target_greedy || (of_draft && (!p.has_draft || i == row.drafts))) {
+        return share;
+    }
+    if (of_draft && row.draft_greedy) {
+        share.weight = x.id == __float_as_uint(total.sum);
+        return share;
+    }
+    const unsigned int bits = of_draft ? x.draft_bits : x.target_bits;
+    double pivot = total.max;
+    share.sum = total.sum;
+    if (s.log_normalizer) {
+        const double log_normalizer = log_normalizer_at(p, s, row, row.start + (of_draft ? 0 : row.b) + i, i);
+        pivot = log_normalizer * (of_draft ? row.draft_temperature : row.target_temperature);
+        share.sum = 1.0;
+        share.faults |= is_finite(log_normalizer) ? 0 : invalid;
+    }
+    if (i == row.drafts) {
+        return share;
+    }
+    if (s.probs) {
+        share = {clean_probability(bits), 1.0, share.faults};
+    } else if (RULE == RULE_SIGMOID) {
+        const double temperature = of_draft ? row.draft_temperature : row.target_temperature;
+        share = {sigmoid_value(p, (double)float_of(bits) / temperature), 1.0, share.faults};
+        share.faults |= bad_logit(bits) ? invalid : 0;
+    } else {
+        share.weight = exp2_of((float_of(bits) - pivot) * rate);
+        share.faults |= s.log_normalizer && bad_logit(bits) ? invalid : 0;
+    }
+    return share;
 }
 
-// One thread judges position i < L.
-__device__ int judge_draft(const ChainParams& p, const Row& row, const Pair* totals, int i) {
-    const int draft_slot = (int)p.num_drafts + 1 + i;
-    const Need target_need = slot_need(p, row, i), draft_need = slot_need(p, row, draft_slot);
-    int faults = judge_total(totals[i], target_need, STATUS_TARGET_INVALID, STATUS_TARGET_EMPTY) |
-                 judge_total(totals[draft_slot], draft_need, STATUS_DRAFT_INVALID, STATUS_DRAFT_INVALID);
-    const long long x = draft_token(p, row, i);
-    if (row.target_greedy) {
-        return faults ? faults : x == __float_as_uint(totals[i].sum) ? ACCEPT : REJECT;
-    }
-    const Target* target = target_row(p, row, i);
-    double target_probability, draft_probability = 1.0;  // of x
-    if (RULE == RULE_SIGMOID) {
-        target_probability = sigmoid_probability(p, target, x, row.target_temperature, STATUS_TARGET_INVALID, faults);
-    } else {
-        target_probability = token_probability(p, p.target, row, target, row.start + row.b + i, i, x, totals[i],
-                                               row.target_temperature, STATUS_TARGET_INVALID, faults);
-    }
-    if (p.has_draft && row.draft_greedy) {
-        draft_probability = x == __float_as_uint(totals[draft_slot].sum);
-    } else if (p.has_draft) {
-        const Draft* draft = draft_row(p, row, i);
-        if (RULE == RULE_SIGMOID) {
-            draft_probability = sigmoid_probability(p, draft, x, row.draft_temperature, STATUS_DRAFT_INVALID, faults);
-        } else {
-            draft_probability = token_probability(p, p.draft, row, draft, row.start + i, i, x, totals[draft_slot],
-                                                  row.draft_temperature, STATUS_DRAFT_INVALID, faults);
-        }
-    }
+// One thread judges position i <= L by both sides.
+__device__ inline int judge(const ChainParams& p, const Row& row, int i, const Candidate& x, const Totals& totals,
+                            const Share& target, const Share& draft) {
+    const int faults = target.faults | draft.faults;
     if (faults) {
         return faults;
     }
-    const Words words = random_words(row_seed(p, row.b), row_step(p, row.b), PURPOSE_ACCEPT, i, 0);
-    const double lenience = RULE == RULE_TOKEN ? p.lenience : 1.0;
-    const double price = (double)coin(words.w0) * lenience * draft_probability;
-    return target_probability > 0.0 && price < target_probability ? ACCEPT : REJECT;
-}
-
-// The row after the last draft: only the target is judged.
-__device__ int judge_end(const ChainParams& p, const Row& row, const Pair* totals) {
-    const int i = row.drafts;
-    int faults = judge_total(totals[i], slot_need(p, row, i), STATUS_TARGET_INVALID, STATUS_TARGET_EMPTY);
-    if (p.target.log_normalizer && !row.target_greedy &&
-        !is_finite(log_normalizer_at(p, p.target, row, row.start + row.b + i, i))) {
-        faults |= STATUS_TARGET_INVALID;
+    if (i == row.drafts) {
+        return DRAFTS_END;
     }
-    return faults ? faults : DRAFTS_END;
+    if (row.target_greedy) {
+        return x.id == __float_as_uint(totals.target.sum) ? ACCEPT : REJECT;
+    }
+    // u l q < p, both sides times both sums.
+    const double lenience = RULE == RULE_TOKEN ? p.lenience : 1.0;
+    const double price = (double)x.coin * lenience * draft.weight * target.sum;
+    const double target_probability = target.weight * draft.sum;
+    return target_probability > 0.0 && price < target_probability ? ACCEPT : REJECT;
 }
 
 }  // namespace cupyspec

@@ -45,6 +45,35 @@ __device__ inline unsigned int widen(Half value) {
 #endif
 }
 
+// The larger of two 16-bit values at each half of a word; a NaN only where both are. `T{}` says which type.
+template <typename T> __device__ inline unsigned int max_by_parts(unsigned int a, unsigned int b) {
+    unsigned int larger = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const T left = {(unsigned short)(a >> shift)}, right = {(unsigned short)(b >> shift)};
+        const float x = __uint_as_float(widen(left)), y = __uint_as_float(widen(right));
+        larger |= (unsigned int)(x >= y || y != y ? left : right).bits << shift;
+    }
+    return larger;
+}
+__device__ inline unsigned int max_of_two(BFloat16, unsigned int a, unsigned int b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned int larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+#else
+    return max_by_parts<BFloat16>(a, b);
+#endif
+}
+__device__ inline unsigned int max_of_two(Half, unsigned int a, unsigned int b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned int larger;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+#else
+    return max_by_parts<Half>(a, b);
+#endif
+}
+
 // Stored bit pattern of minus infinity, and of zero (0 in every type).
 template <typename T> struct Storage;
 template <> struct Storage<float> {
@@ -77,13 +106,13 @@ __device__ inline unsigned int order_key(unsigned int bits) {
 }
 
 // A parameter of each row, in the caller's own dtype; without `data` one number for all, in `value`:
-// the bits of a double where load_real() reads it, else an integer.
+// the bits of a double where real_value() is asked for, else an integer.
 struct PerRow {
     const void* data;
     long long stride;  // in elements
     unsigned long long value;
     int type;  // PerRowType
-    int padding;
+    int size;  // bytes of an element
 };
 
 enum PerRowType {
@@ -101,27 +130,23 @@ enum PerRowType {
     ROW_FLOAT64
 };
 
-// Element `at` of an integer array as 64 bits: signed types sign-extend, unsigned ones zero-extend.
-__device__ inline unsigned long long integer_at(const void* data, long long at, int type) {
-    switch (type) {
-        case ROW_INT8: return (unsigned long long)(long long)((const signed char*)data)[at];
-        case ROW_INT16: return (unsigned long long)(long long)((const short*)data)[at];
-        case ROW_INT32: return (unsigned long long)(long long)((const int*)data)[at];
-        case ROW_UINT8: return ((const unsigned char*)data)[at];
-        case ROW_UINT16: return ((const unsigned short*)data)[at];
-        case ROW_UINT32: return ((const unsigned int*)data)[at];
-        default: return ((const unsigned long long*)data)[at];
+__device__ inline unsigned long long stored_value(const PerRow& p, long long b) {
+    const char* at = (const char*)p.data + b * p.stride * p.size;
+    switch (p.size) {
+        case 1: return *(const unsigned char*)at;
+        case 2: return *(const unsigned short*)at;
+        case 4: return *(const unsigned int*)at;
+        default: return *(const unsigned long long*)at;
     }
 }
 
-__device__ inline unsigned long long load_bits(const PerRow& p, long long b) {
-    return p.data ? integer_at(p.data, b * p.stride, p.type) : p.value;
-}
-
-// As a signed number; a uint64 too large for it counts as the largest.
-__device__ inline long long load_integer(const PerRow& p, long long b) {
-    const unsigned long long bits = load_bits(p, b);
-    return p.type == ROW_UINT64 && bits >> 63 ? 0x7FFFFFFFFFFFFFFFll : (long long)bits;
+// As 64 bits: signed types sign-extend, unsigned ones zero-extend.
+__device__ inline unsigned long long integer_value(const PerRow& p, unsigned long long stored) {
+    if (p.type <= ROW_INT32) {
+        const int unused = 64 - 8 * p.size;
+        return (unsigned long long)((long long)(stored << unused) >> unused);
+    }
+    return stored;
 }
 
 __device__ inline double real_of(unsigned int float_bits) {
@@ -132,18 +157,14 @@ __device__ inline double real_of(unsigned int float_bits) {
     return (double)float_of(float_bits);
 }
 
-__device__ inline double load_real(const PerRow& p, long long b) {
-    const long long at = b * p.stride;
-    if (!p.data) {
-        return __longlong_as_double((long long)p.value);
-    }
+__device__ inline double real_value(const PerRow& p, unsigned long long stored) {
     switch (p.type) {
-        case ROW_FLOAT16: return real_of(widen(((const Half*)p.data)[at]));
-        case ROW_BFLOAT16: return real_of(widen(((const BFloat16*)p.data)[at]));
-        case ROW_FLOAT32: return real_of(((const unsigned int*)p.data)[at]);
-        case ROW_FLOAT64: return ((const double*)p.data)[at];
-        case ROW_UINT64: return (double)((const unsigned long long*)p.data)[at];
-        default: return (double)(long long)integer_at(p.data, at, p.type);
+        case ROW_FLOAT16: return real_of(widen(Half{(unsigned short)stored}));
+        case ROW_BFLOAT16: return real_of(widen(BFloat16{(unsigned short)stored}));
+        case ROW_FLOAT32: return real_of((unsigned int)stored);
+        case ROW_FLOAT64: return __longlong_as_double((long long)stored);
+        case ROW_UINT64: return (double)stored;
+        default: return (double)(long long)integer_value(p, stored);
     }
 }
 

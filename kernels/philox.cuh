@@ -23,6 +23,7 @@ struct Words {
 // Words 0 and 1 of ten rounds; nobody needs words 2 and 3.
 __device__ inline Words philox(unsigned long long key, unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
     unsigned int key0 = (unsigned int)key, key1 = (unsigned int)(key >> 32);
+#pragma unroll 1  // code that runs once is slow to fetch, not to run: short beats unrolled
     for (int round = 0; round < 10; ++round) {
         const unsigned long long product0 = 0xD2511F53ull * x, product1 = 0xCD9E8D57ull * z;
         x = (unsigned int)(product1 >> 32) ^ y ^ key0;

@@ -1,8 +1,8 @@
 // A segment: SEG consecutive ids of one score row, the unit in which weights are summed and raced.
 //
 // Order of a sum (part of the contract): a granule's 8 ids ascending; lane l adds granules l, l+32, l+64, ...; then a
-// butterfly. Absent ids (at or above the vocabulary size) add +0. Rows that are not aligned to 16 bytes are read by
-// narrower loads in the same order, so a sum does not depend on alignment, layout or storage type.
+// butterfly. Absent ids (at or above the vocabulary size) add +0. Rows that are not aligned to 16 bytes are put together
+// from aligned loads, so a sum does not depend on alignment, layout or storage type.
 #pragma once
 
 #include "block.cuh"
@@ -25,47 +25,111 @@ __device__ inline unsigned int value_bits(const Granule<Half>& g, int j) {
     return widen(Half{(unsigned short)(g.words[j / 2] >> (j % 2 * 16))});
 }
 
-template <typename T> __device__ inline bool is_aligned(const T* row) { return (unsigned long long)row % 16 == 0; }
-
-template <typename T> __device__ inline Granule<T> load_vector(const T* row, long long first) {
-    Granule<T> g;
-    const uint4* from = (const uint4*)(row + first);
-    for (int v = 0; v < (int)sizeof(g) / 16; ++v) {
-        const uint4 quad = from[v];
-        g.words[4 * v] = quad.x;
-        g.words[4 * v + 1] = quad.y;
-        g.words[4 * v + 2] = quad.z;
-        g.words[4 * v + 3] = quad.w;
-    }
-    return g;
+// Puts stored bits in a value's place.
+__device__ inline void set_stored(Granule<float>& g, int j, unsigned int bits) { g.words[j] = bits; }
+template <typename T> __device__ inline void set_stored(Granule<T>& g, int j, unsigned int bits) {
+    const unsigned int shift = j % 2 * 16;
+    g.words[j / 2] = (g.words[j / 2] & ~(0xFFFFu << shift)) | bits << shift;
 }
 
-__device__ inline unsigned int stored_bits(const float* row, int j) { return ((const unsigned int*)row)[j]; }
-template <typename T> __device__ inline unsigned int stored_bits(const T* row, int j) { return row[j].bits; }
+// The larger value at each place; a NaN only where both are.
+__device__ inline Granule<float> max_by_place(const Granule<float>& a, const Granule<float>& b) {
+    Granule<float> larger;
+#pragma unroll
+    for (int j = 0; j < GRANULE; ++j) {
+        larger.words[j] = __float_as_uint(fmaxf(float_of(a.words[j]), float_of(b.words[j])));
+    }
+    return larger;
+}
+template <typename T> __device__ inline Granule<T> max_by_place(const Granule<T>& a, const Granule<T>& b) {
+    Granule<T> larger;
+#pragma unroll
+    for (int word = 0; word < GRANULE / 2; ++word) {
+        larger.words[word] = max_of_two(T{}, a.words[word], b.words[word]);
+    }
+    return larger;
+}
 
-// Any alignment; ids at or above `vocab` are not read and get `fill`.
-template <typename T>
-__device__ inline Granule<T> load_scalars(const T* row, long long first, long long vocab, unsigned int fill) {
-    Granule<T> g;
-    constexpr int PER_WORD = 4 / (int)sizeof(T);
-    const int exist = first + GRANULE <= vocab ? GRANULE : (int)(vocab - first);  // may be negative
-#pragma unroll
-    for (int word = 0; word < GRANULE / PER_WORD; ++word) {
-        unsigned int bits = 0;
-#pragma unroll
-        for (int part = 0; part < PER_WORD; ++part) {
-            const int j = word * PER_WORD + part;
-            bits |= (j < exist ? stored_bits(row + first, j) : fill) << (part * 16);
+// 16 bytes at an aligned address. At least one of them lies in [begin, end), and whoever owns one owns the line of memory
+// with them all; the others mean nothing. On the CPU, where a sanitizer looks, they are not read.
+__device__ inline uint4 load_quad(const char* at, const char* begin, const char* end) {
+#ifdef __CUDA_ARCH__
+    (void)begin, (void)end;
+    return *(const uint4*)at;
+#else
+    uint4 quad = {};
+    for (int byte = 0; byte < 16; ++byte) {
+        if (at + byte >= begin && at + byte < end) {
+            ((char*)&quad)[byte] = at[byte];
         }
-        g.words[word] = bits;
     }
-    return g;
+    return quad;
+#endif
 }
 
-template <typename T>
-__device__ inline Granule<T> load_granule(const T* row, long long first, long long vocab, unsigned int fill) {
-    return is_aligned(row) && first + GRANULE <= vocab ? load_vector(row, first)
-                                                       : load_scalars(row, first, vocab, fill);
+// As many quads as `words` holds, from `at` on; nothing behind `end`.
+template <int WORDS>
+__device__ inline void load_quads(const char* at, const char* begin, const char* end, unsigned int (&words)[WORDS]) {
+#pragma unroll
+    for (int q = 0; q < WORDS / 4; ++q) {
+        const uint4 quad = at + 16 * q < end ? load_quad(at + 16 * q, begin, end) : uint4{0, 0, 0, 0};
+        words[4 * q] = quad.x;
+        words[4 * q + 1] = quad.y;
+        words[4 * q + 2] = quad.z;
+        words[4 * q + 3] = quad.w;
+    }
+}
+
+// All words BY places down, if wanted.
+template <int BY, int WORDS> __device__ inline void move_down(unsigned int (&words)[WORDS], bool wanted) {
+#pragma unroll
+    for (int w = 0; w + BY < WORDS; ++w) {
+        words[w] = wanted ? words[w + BY] : words[w];
+    }
+}
+
+// Granules of one lane: the first from id `first` on, each 32 granules behind the one before. Ids at or above `vocab` are
+// not there and get `fill`. All loads are issued before the first use, whatever the alignment of the row.
+template <typename T, int COUNT>
+__device__ inline void load_granules(const T* row, long long first, long long vocab, unsigned int fill,
+                                     Granule<T> (&granules)[COUNT]) {
+    constexpr int WORDS = (int)sizeof(Granule<T>) / 4, STRIDE = LANES * (int)sizeof(Granule<T>);
+    const char *begin = (const char*)row, *end = (const char*)(row + vocab), *at = (const char*)(row + first);
+    const unsigned int shift = (unsigned int)((unsigned long long)row % 16);
+    if (shift == 0) {
+#pragma unroll
+        for (int g = 0; g < COUNT; ++g) {
+            load_quads(at + g * STRIDE, begin, end, granules[g].words);
+        }
+    } else {
+        // A granule lies across one quad more than it is long: all of their words, moved down by `shift` bytes.
+        unsigned int words[COUNT][WORDS + 4];
+#pragma unroll
+        for (int g = 0; g < COUNT; ++g) {
+            load_quads(at - shift + g * STRIDE, begin, end, words[g]);
+        }
+#pragma unroll
+        for (int g = 0; g < COUNT; ++g) {
+            move_down<2>(words[g], shift & 8);
+            move_down<1>(words[g], shift & 4);
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                const unsigned long long both = (unsigned long long)words[g][w + 1] << 32 | words[g][w];
+                granules[g].words[w] = (unsigned int)(both >> (shift % 4 * 8));
+            }
+        }
+    }
+    if (first + ((COUNT - 1) * LANES + 1) * GRANULE > vocab) {
+#pragma unroll
+        for (int g = 0; g < COUNT; ++g) {
+#pragma unroll
+            for (int j = 0; j < GRANULE; ++j) {
+                if (first + g * GRANULE * LANES + j >= vocab) {
+                    set_stored(granules[g], j, fill);
+                }
+            }
+        }
+    }
 }
 
 // What is kept of a segment, or of a whole row.
@@ -100,29 +164,20 @@ template <typename T, int SEG> struct WarpSegment {
     unsigned int first_id;  // of this lane's granule 0
 
     __device__ void load(const T* row, unsigned int segment, long long vocab, unsigned int fill) {
-        const long long first = (long long)segment * SEG;
         first_id = segment * SEG + lane_index() * GRANULE;
-        if (is_aligned(row) && first + SEG <= vocab) {
-#pragma unroll
-            for (int g = 0; g < GRANULES; ++g) {
-                granules[g] = load_vector(row, first_id + g * GRANULE * LANES);
-            }
-        } else {
-#pragma unroll
-            for (int g = 0; g < GRANULES; ++g) {
-                granules[g] = load_scalars(row, first_id + g * GRANULE * LANES, vocab, fill);
-            }
-        }
+        load_granules(row, first_id, vocab, fill, granules);
     }
 
     __device__ Pair softmax_pair_all(float scale) const {
+        Granule<T> largest = granules[0];
+#pragma unroll
+        for (int g = 1; g < GRANULES; ++g) {
+            largest = max_by_place(largest, granules[g]);
+        }
         float max = minus_inf();
 #pragma unroll
-        for (int g = 0; g < GRANULES; ++g) {
-#pragma unroll
-            for (int j = 0; j < GRANULE; ++j) {
-                max = fmaxf(max, float_of(value_bits(granules[g], j)));
-            }
+        for (int j = 0; j < GRANULE; ++j) {
+            max = fmaxf(max, float_of(value_bits(largest, j)));
         }
         max = warp_max_all(max);
         const float pivot = finite_pivot(max);
@@ -183,46 +238,33 @@ template <typename T, int SEG> struct WarpSegment {
     }
 };
 
-// WarpSegment::softmax_pair_all() bit for bit, reading the segment twice instead of holding it: for rare rows, in a
-// kernel that has no registers to spare.
-template <typename T, int SEG>
-__device__ Pair warp_reread_pair_all(const T* row, long long segment, long long vocab, float scale) {
-    const long long first = segment * SEG + lane_index() * GRANULE;
-    float max = minus_inf();
-#pragma unroll 1
-    for (int g = 0; g < SEG / (GRANULE * LANES); ++g) {
-        const Granule<T> scores = load_granule(row, first + g * GRANULE * LANES, vocab, Storage<T>::NEG_INF);
-#pragma unroll
-        for (int j = 0; j < GRANULE; ++j) {
-            max = fmaxf(max, float_of(value_bits(scores, j)));
-        }
-    }
-    max = warp_max_all(max);
-    const float pivot = finite_pivot(max);
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int g = 0; g < SEG / (GRANULE * LANES); ++g) {
-        const Granule<T> scores = load_granule(row, first + g * GRANULE * LANES, vocab, Storage<T>::NEG_INF);
-        float granule = 0.0f;
-#pragma unroll
-        for (int j = 0; j < GRANULE; ++j) {
-            granule += weight_of_logit(float_of(value_bits(scores, j)), pivot, scale);
-        }
-        sum += granule;
-    }
-    return {max, warp_sum_all(sum)};
-}
-
 // A row's pair from its segments' pairs: lane l takes pairs l, l+32, ..., then a butterfly.
 __device__ inline Pair warp_combine_sums_all(const Pair* pairs, long long segments, float scale) {
+    constexpr int HELD = 8;  // pairs a lane holds, so that it reads them once, all in flight together
+    Pair held[HELD];
     float max = minus_inf();
-    for (long long s = lane_index(); s < segments; s += LANES) {
+#pragma unroll
+    for (int k = 0; k < HELD; ++k) {
+        const int s = lane_index() + k * LANES;
+        held[k] = s < segments ? pairs[s] : Pair{minus_inf(), 0.0f};
+    }
+#pragma unroll
+    for (int k = 0; k < HELD; ++k) {
+        max = fmaxf(max, held[k].max);
+    }
+#pragma unroll 1
+    for (long long s = lane_index() + HELD * LANES; s < segments; s += LANES) {
         max = fmaxf(max, pairs[s].max);
     }
     max = warp_max_all(max);
     const float pivot = finite_pivot(max);
     float sum = 0.0f;
-    for (long long s = lane_index(); s < segments; s += LANES) {
+#pragma unroll
+    for (int k = 0; k < HELD; ++k) {
+        sum += held[k].sum * weight_of_logit(held[k].max, pivot, scale);
+    }
+#pragma unroll 1
+    for (long long s = lane_index() + HELD * LANES; s < segments; s += LANES) {
         sum += pairs[s].sum * weight_of_logit(pairs[s].max, pivot, scale);
     }
     return {max, warp_sum_all(sum)};
@@ -231,6 +273,7 @@ __device__ inline Pair warp_combine_sums_all(const Pair* pairs, long long segmen
 __device__ inline Pair warp_combine_greedy_all(const Pair* pairs, long long segments) {
     unsigned long long best = 0;
     bool bad = false;
+#pragma unroll 1
     for (long long s = lane_index(); s < segments; s += LANES) {
         const unsigned int bits = __float_as_uint(pairs[s].max), id = __float_as_uint(pairs[s].sum);
         bad |= is_nan(pairs[s].max);

@@ -20,6 +20,7 @@ import numpy as np
 
 import cupyspec
 from cupyspec import Sample, Verification
+from cupyspec._sources import source
 from host_cuda.backend import HostCuda, kernels_on_host
 from strategies import segments_of
 
@@ -45,6 +46,24 @@ def planted(texts: Mapping[str, str], patches: Sequence[Patch]) -> dict[str, str
         (name,) = found
         texts[name] = texts[name].replace(patch.old, patch.new)
     return texts
+
+
+KERNEL_FILES = ("chain_stats.cu", "chain_verify.cu")  # they share headers
+
+
+def planted_in_kernels(patches: Sequence[Patch]) -> Callable[[str], str]:
+    """What puts patches into the expanded text of a kernel file: each is in one place of at least one of them."""
+    for patch in patches:
+        found = {name: source(name).count(patch.old) for name in KERNEL_FILES}
+        if set(found.values()) not in ({0, 1}, {1}):
+            raise LookupError(f"a planted fault must match in one place of a file, not in {found}:\n{patch.old}")
+
+    def plant(text: str) -> str:
+        for patch in patches:
+            text = text.replace(patch.old, patch.new)
+        return text
+
+    return plant
 
 
 class Machine:
@@ -103,11 +122,8 @@ class _OneWarp(HostCuda):
     """Blocks of one warp, which the CPU runs several times faster, and memory as a device's pool hands it out:
     with what the call before left in it."""
 
-    threads = 32
-
     def __init__(self, patches: Sequence[Patch]) -> None:
-        size = Patch("constexpr int DECIDE_THREADS = 256;", f"constexpr int DECIDE_THREADS = {self.threads};")
-        super().__init__(change=lambda text: planted({"kernels": text}, [size, *patches])["kernels"])
+        super().__init__(threads=32, change=planted_in_kernels(patches))
         self.pool: dict[Any, np.ndarray] = {}
         self.asked = 0  # in this call
 
@@ -131,10 +147,7 @@ class HostMachine(Machine):
     def at_work(self) -> AbstractContextManager[Any]:
         self.backend.asked = 0
         self.backend.launches.clear()
-        stack = ExitStack()
-        stack.enter_context(mock.patch("cupyspec.rules._launch._DECIDE_WARPS", _OneWarp.threads // 32))
-        stack.enter_context(kernels_on_host(self.backend))
-        return stack
+        return kernels_on_host(self.backend)
 
 
 class GpuMachine(Machine):

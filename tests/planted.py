@@ -46,6 +46,7 @@ _CPU_TEMPERATURE = "self.temperature = per_row(scores.temperature, call.batch_si
 _CPU_SEEDS = "split_seed(call.seed, batch) if isinstance(call.seed, int) else host(call.seed)"
 _CPU_ACCEPTED = "(status == 0) & (p > 0) & (coins * lenience * q < p)"
 _ACCEPTED = "target_probability > 0.0 && price < target_probability"
+_ROW_OF_FACT = "fact == FACT_END ? b + 1 : b"
 _TARGET_ROW = "(p.flattened ? (row.start + row.b + i) * s.row_stride : row.b * s.batch_stride + i * s.row_stride)"
 _DRAFT_ROW = "(p.flattened ? (row.start + i) * s.row_stride : row.b * s.batch_stride + i * s.row_stride)"
 _TARGET_ROW_OF = """\
@@ -62,12 +63,7 @@ FAULTS = (
         "residual not subtracted: p itself after a rejection",
         "chain of two drafts",
         _diff(("            w -= q\n", "            w = target.weights.w.copy()\n")),
-        _diff(
-            (
-                "weight = w.kind == LESS_DRAFT ? fmaxf(weight - side_weight(w.draft_side, draft_bits), 0.0f) : weight;",
-                "",
-            )
-        ),
+        _diff(("out.values[j] = fmaxf(out.values[j] - less[j], 0.0f);", "(void)less;")),
     ),
     Fault(
         "only the rejected token subtracted",
@@ -77,9 +73,9 @@ FAULTS = (
         ),
         _diff(
             (
-                "if (!p.has_draft || row.draft_greedy) {\n"
-                "        w.hot = p.has_draft ? __float_as_uint(shared.totals[draft_slot].sum) : draft_token(p, row, n);",
-                "if (true) {\n        w.hot = draft_token(p, row, n);",
+                "        if (!less_draft) {\n"
+                "            w.hot = p.has_draft ? __float_as_uint(totals.draft.sum) : draft_token(p, row, n);",
+                "        if (true) {\n            w.hot = draft_token(p, row, n);",
             )
         ),
     ),
@@ -87,7 +83,7 @@ FAULTS = (
         "one-hot draft not removed after its rejection",
         "one-hot draft",
         _diff(("w[np.arange(w.shape[0]), one_hot[0]] = 0", "pass")),
-        _diff(("weight = w.kind == LESS_ONE_HOT && hot == j ? 0.0f : weight;", "(void)hot;")),
+        _diff(("out.values[j] = hot == j ? 0.0f : out.values[j];", "(void)hot;")),
     ),
     Fault(
         "bonus from the draft's last row",
@@ -136,7 +132,12 @@ FAULTS = (
                 "        self.steps: UInt64 =",
             )
         ),
-        _diff(("valid &= read_temperature(p.draft.temperature,", "valid &= read_temperature(p.target.temperature,")),
+        _diff(
+            (
+                "valid &= judge_temperature(facts[FACT_DRAFT_TEMPERATURE],",
+                "valid &= judge_temperature(facts[FACT_TARGET_TEMPERATURE],",
+            )
+        ),
     ),
     Fault(
         "noise of the draft used again after a rejection",
@@ -167,7 +168,7 @@ FAULTS = (
         _diff(
             (
                 "coin(segment_words(draw, segment).w1)",
-                "coin(random_words(draw.seed, draw.step, PURPOSE_ACCEPT, draw.position, 0).w0)",
+                "coin(random_words(draw.noise.seed, draw.noise.step, PURPOSE_ACCEPT, draw.position, 0).w0)",
             )
         ),
     ),
@@ -181,7 +182,7 @@ FAULTS = (
         "temperature of row 0 for all rows",
         "rows of two temperatures",
         _diff((_CPU_TEMPERATURE, f"{_CPU_TEMPERATURE}[:1].repeat(call.batch_size)")),
-        _diff(("const double given = load_real(from, b);", "const double given = load_real(from, b * 0);")),
+        _diff((_ROW_OF_FACT, f"fact == FACT_TARGET_TEMPERATURE ? 0 : {_ROW_OF_FACT}")),
     ),
     Fault(
         "`<=` and no p > 0: coin 0 accepts an impossible draft",
@@ -259,9 +260,9 @@ FAULTS = (
         ),
         _diff(
             (
-                ": make_side(p.draft, shared.totals[draft_slot], row.draft_temperature);",
-                ": make_side(p.draft, shared.totals[draft_slot], row.draft_temperature);\n"
-                "        w.draft_side.factor *= (float)p.lenience;",
+                "(of_draft ? w.draft_side : w.target_side) = side;",
+                "side.factor *= of_draft ? (float)p.lenience : 1.0f;\n"
+                "        (of_draft ? w.draft_side : w.target_side) = side;",
             )
         ),
     ),
@@ -304,13 +305,23 @@ FAULTS = (
                 "    winner = keys.argmin(axis=1)",
             ),
         ),
-        _diff(("p.race[b] = NO_KEY;", "")),
+        _diff(
+            (
+                "    const unsigned long long mine = block_min_all(best.key, shared.scratch);",
+                "    static unsigned long long all[1 << 20];  // by row and block; 0: nothing\n"
+                "    unsigned long long& left = all[8 * row.b + rank];\n"
+                "    best.key = left && left < best.key ? left : best.key;\n"
+                "    best.sums = sum_lane(shared.params, w, (unsigned int)best.key, seen);\n"
+                "    left = best.key;\n"
+                "    const unsigned long long mine = block_min_all(best.key, shared.scratch);",
+            )
+        ),
     ),
     Fault(
         "padding of the last segment takes part",
         "several segments",
         _diff(("inside[ids >= w.shape[1]] = 0", "pass")),
-        _diff(("stored_bits(row + first, j) : fill)", "stored_bits(row + first, j) : 0 * fill)")),
+        _diff(("set_stored(granules[g], j, fill);", "set_stored(granules[g], j, 0 * fill);")),
     ),
     Fault(
         "vocab_size ignored",
@@ -318,8 +329,8 @@ FAULTS = (
         _diff(("columns = slice(self._vocab_size)", "columns = slice(None)")),
         _diff(
             (
-                "const int exist = first + GRANULE <= vocab ? GRANULE : (int)(vocab - first);",
-                "const int exist = first < vocab ? GRANULE : 0;",
+                "if (first + g * GRANULE * LANES + j >= vocab) {",
+                "if (first + g * GRANULE * LANES >= vocab) {",
             )
         ),
     ),
@@ -361,31 +372,36 @@ FAULTS = (
         "seed of row 0 for all rows",
         "pairs: neighbouring rows",
         _diff((_CPU_SEEDS, f"({_CPU_SEEDS})[:1].repeat(batch)")),
-        _diff(("seed = load_bits(p.seed, b);", "seed = load_bits(p.seed, b * 0);")),
+        _diff((_ROW_OF_FACT, f"fact == FACT_SEED ? 0 : {_ROW_OF_FACT}")),
     ),
     Fault(
         "one seed given to all rows as it is",
         "pairs: rows of one seed",
         _diff(("split_seed(call.seed, batch) if", "np.full(batch, call.seed, np.uint64) if")),
-        _diff(("return p.seed_kind == SEED_SPLIT ? split_seed(seed, (unsigned int)b) : seed;", "return seed;")),
+        _diff(("seed = split_seed(seed, (unsigned int)b);", "(void)b;")),
     ),
     Fault(
         "low 32 bits of the seed only",
         "pairs: seeds that differ above bit 32",
         _diff((_CPU_SEEDS, f"({_CPU_SEEDS}) & np.uint64(2**32 - 1)")),
-        _diff(("seed = load_bits(p.seed, b);", "seed = load_bits(p.seed, b) & 0xFFFFFFFFull;")),
+        _diff(
+            (
+                "unsigned long long seed = facts[FACT_SEED];",
+                "unsigned long long seed = facts[FACT_SEED] & 0xFFFFFFFFull;",
+            )
+        ),
     ),
     Fault(
         "step ignored",
         "pairs: steps",
         _diff(("per_row(call.step, batch, np.uint64)", "per_row(0, batch, np.uint64)")),
-        _diff(("return load_bits(p.step, b) & 0xFFFFFFFFFFFFFFull;", "return load_bits(p.step, b) & 0;")),
+        _diff(("facts[FACT_STEP] & 0xFFFFFFFFFFFFFFull", "facts[FACT_STEP] & 0")),
     ),
     Fault(
         "position ignored by sample()",
         "pairs: positions",
         _diff(("position=self.position[b] if sampling else i,", "position=0 if sampling else i,")),
-        _diff(("((unsigned int)load_bits(p.position, b) & 0xFFFFu)", "((unsigned int)load_bits(p.position, b) & 0u)")),
+        _diff(("((unsigned int)facts[FACT_POSITION] & 0xFFFFu)", "((unsigned int)facts[FACT_POSITION] & 0u)")),
     ),
 )
 

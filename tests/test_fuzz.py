@@ -78,15 +78,15 @@ MISTAKES = {
     "a token behind the last": (
         "host_cuda",
         Patch(
-            "i <= p.num_drafts; i += DECIDE_THREADS) {\n        tokens[i]",
-            "i <= p.num_drafts + 1; i += DECIDE_THREADS) {\n        tokens[i]",
+            "i <= p.num_drafts; i += LANES) {\n        tokens[i]",
+            "i <= p.num_drafts + 1; i += LANES) {\n        tokens[i]",
         ),
         "bytes changed|no answer|oracle",
     ),
     "a status that is not written": ("host_cuda", Patch("p.status[row.b] = status;", "(void)status;"), "status"),
     "a scratch cell behind the last": (
         "host_cuda",
-        Patch("p.arrived[b] = 0;", "p.arrived[b] = 0;\n        p.arrived[b + 1] = 0;"),
+        Patch("p.arrived[b] = 0;", "p.arrived[b] = 0;\n            p.arrived[b + 1] = 0;"),
         "uint8.* of the kernels: .* bytes changed",
     ),
 }

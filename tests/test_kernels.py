@@ -52,9 +52,18 @@ def kernel_cases(draw: st.DrawFn, **switches: Any) -> ChainCase:
     return dataclasses.replace(case, segment=SMALL if small else SEG)
 
 
-def on_host(case: ChainCase, *, order: int = 0, multiprocessors: int = 4, **changes: Any) -> Any:
-    with kernels_on_host(HostCuda(order=order, multiprocessors=multiprocessors)):
+def on_host(case: ChainCase, *, order: int = 0, multiprocessors: int = 4, clusters: bool = True, **changes: Any) -> Any:
+    with kernels_on_host(HostCuda(order=order, multiprocessors=multiprocessors, clusters=clusters)):
         return case.verify(**changes)
+
+
+@st.composite
+def ways(draw: st.DrawFn, drafts: int) -> tuple[bool, dict[str, int]]:
+    """Whether the machine has clusters, and a way to run a call on it, see `_launch.plan_chain`."""
+    clusters, known = draw(st.booleans()), drafts > 0 and draw(st.booleans())
+    blocks = draw(st.integers(1, 8)) if clusters or known else 1
+    positions = draw(st.integers(1, drafts + 1))
+    return clusters, {"pairs_known": known, "blocks_per_row": blocks, "positions_at_once": positions}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -145,7 +154,7 @@ def test_two_hundred_fifty_five_drafts_need_the_totals_kernel() -> None:
     backend = HostCuda()
     with kernels_on_host(backend):
         got = case.verify()
-    assert [name for name, _, _ in backend.launches] == ["chain_stats", "chain_totals", "chain_decide"]
+    assert [name for name, *_ in backend.launches] == ["chain_stats", "chain_totals", "chain_verify"]
     assert_agrees(got, case.oracle())
 
 
@@ -194,6 +203,9 @@ def test_launch_shape_order_layout_and_batch_change_nothing(case: ChainCase, ord
     rng = np.random.default_rng(order)
     want = on_host(case)
     assert same(want, on_host(case, order=order, multiprocessors=data.draw(st.sampled_from((1, 2, 64, 1000)))))
+    clusters, way = data.draw(ways(case.draft_tokens.shape[1]))
+    with _launch.forced(**way):
+        assert same(want, on_host(case, order=order, clusters=clusters))
     flat = on_host(case, **case.flattened(rng))  # has no lengths that could be out of range
     assert same((*want[:2], np.asarray(want.status) & ~int(Status.LENGTH_OUT_OF_RANGE)), flat)
     batch = len(case.draft_tokens)
@@ -249,7 +261,7 @@ def test_broadcast_rows_are_read_in_place() -> None:
 def test_scratch_is_small(batch: int, width: int, vocab: int) -> None:
     call, rule = checked_call(random_case(np.random.default_rng(0), batch=batch, width=width, vocab=vocab).verify)
     backend = HostCuda()
-    backend.launch = lambda **kwargs: None  # type: ignore[method-assign]
+    backend.launch = lambda launch, params: None  # type: ignore[method-assign]
     run_chain(call, rule, backend)
     assert sum(a.nbytes for a in backend.allocated) <= 8 * batch * (2 * width + 1) * segment_count(vocab) + 2**20
 
@@ -412,15 +424,15 @@ def test_preallocated_result() -> None:
 
 
 def launched(case: ChainCase) -> tuple[Any, np.ndarray, np.ndarray]:
-    """(struct, pairs [B, 2K + 1, S, 2], race keys [B]) that a call left behind."""
-    backend = HostCuda()
-    with kernels_on_host(backend):
+    """(struct, pairs [B, 2K + 1, S, 2], smallest race key of each row's two blocks [B, 2]) that a call left behind."""
+    backend = HostCuda(clusters=False)
+    with kernels_on_host(backend), _launch.forced(pairs_known=1, blocks_per_row=2):
         case.verify()
     params = backend.launches[-1][2]
     batch, slots, segments = (int(params[n]) for n in ("batch_size", "num_drafts", "segments"))
     slots = 2 * slots + 1
     pairs = read(int(params["pairs"]), np.float32, (batch, slots, segments, 2))
-    return params, pairs, read(int(params["race"]), np.uint64, (batch,))
+    return params, pairs, read(int(params["keys"]), np.uint64, (batch, 2))
 
 
 def read(address: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -465,14 +477,16 @@ def test_residual_masses_are_good_to_1e_5(rule: Token | Sigmoid) -> None:
     _, _, keys = launched(case)
     numbers = draws(case.seed, 0, batch_size=40, num_draft_tokens=1, vocab_size=case.vocab_size, segment=SMALL)
     checked = 0
-    for b in np.flatnonzero(keys != 2**64 - 1):
+    written = np.asarray(keys != 0xA5A5A5A5A5A5A5A5).all(-1)  # rejected
+    smallest = keys.min(-1)
+    for b in np.flatnonzero(written & (smallest != 2**64 - 1)):
         z, z_draft = case.target[b, 0].astype(np.float64), case.draft[b, 0].astype(np.float64)
         if isinstance(rule, Sigmoid):
             weights = sigmoid_residual(z, z_draft, rule.alpha, rule.beta)
         else:
             weights = np.maximum(softmax(z) - softmax(z_draft), 0)
-        segment = int(keys[b] & np.uint64(0xFFFFFFFF))
-        key = np.array([keys[b] >> np.uint64(32)], np.uint32).view(np.float32)[0]
+        segment = int(smallest[b] & np.uint64(0xFFFFFFFF))
+        key = np.array([smallest[b] >> np.uint64(32)], np.uint32).view(np.float32)[0]
         mass = numbers.exponentials[0, b, 0, segment] / key
         np.testing.assert_allclose(mass, weights[segment * SMALL : (segment + 1) * SMALL].sum(), rtol=1e-5)
         checked += 1
@@ -695,7 +709,7 @@ def test_machine_writes_to_the_shared_memory_of_another_block(machine: ctypes.CD
 
 
 def test_machine_without_clusters_refuses_them() -> None:
-    specialisation = chain_specialisation("chain_verify.cu", "float32", "float32", "int32", False, SEG)
+    specialisation = chain_specialisation("chain_verify.cu", "float32", "float32", "int32", False, SEG, 64)
     params = np.zeros((), CHAIN_PARAMS)
     for launch in (
         Launch(specialisation, "chain_verify", 2, 32, cluster=2),

@@ -7,13 +7,15 @@ the kernels.
 from __future__ import annotations
 
 import struct
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from cupyspec._call import Array, ChainResult
-from cupyspec._compile import C_NAMES, Specialisation
+from cupyspec._compile import C_NAMES, Launch, Specialisation
 from cupyspec._segments import segment_count
 from cupyspec.rules.sigmoid import Sigmoid
 
@@ -29,20 +31,26 @@ class Backend(Protocol):
     def multiprocessors(self) -> int:
         """How many blocks are worth having at once is a multiple of this."""
 
+    @property
+    def threads(self) -> int:
+        """Of a block of chain_verify; 0 for what suits the dtypes."""
+
+    @property
+    def max_cluster(self) -> int:
+        """Blocks that may wait for each other; 1 where there are no clusters."""
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new contiguous array whose content does not matter."""
 
     def pointer(self, array: Any) -> int:
         """Address of an array's first element."""
 
-    def launch(
-        self, *, specialisation: Specialisation, name: str, grid: int, block: int, params: np.ndarray[Any, Any]
-    ) -> None:
-        """Run kernel `name`, in order after what was launched before."""
+    def launch(self, launch: Launch, params: np.ndarray[Any, Any]) -> None:
+        """Run a kernel, in order after what was launched before."""
 
 
 # Mirrors of the structs in kernels/dtypes.cuh and kernels/chain.cuh.
-PER_ROW = np.dtype([("data", "u8"), ("stride", "i8"), ("value", "u8"), ("type", "i4"), ("padding", "i4")], align=True)
+PER_ROW = np.dtype([("data", "u8"), ("stride", "i8"), ("value", "u8"), ("type", "i4"), ("size", "i4")], align=True)
 SCORES = np.dtype(
     [
         ("data", "u8"),
@@ -51,7 +59,6 @@ SCORES = np.dtype(
         ("log_normalizer", "u8"),
         ("log_normalizer_batch_stride", "i8"),
         ("log_normalizer_row_stride", "i8"),
-        ("temperature", PER_ROW),
         ("log_normalizer_is_double", "i4"),
         ("probs", "i4"),
     ],
@@ -63,12 +70,13 @@ CHAIN_PARAMS = np.dtype(
         ("draft", SCORES),
         ("active", PER_ROW),
         ("seed", PER_ROW),
+        ("seed_low", PER_ROW),
         ("step", PER_ROW),
         ("position", PER_ROW),
         ("draw", PER_ROW),
-        ("num_draft_tokens", PER_ROW),
-        ("cu_num_draft_tokens", PER_ROW),
-        ("seed_word_stride", "i8"),
+        ("length", PER_ROW),
+        ("target_temperature", PER_ROW),
+        ("draft_temperature", PER_ROW),
         ("draft_tokens", "u8"),
         ("draft_tokens_batch_stride", "i8"),
         ("draft_tokens_stride", "i8"),
@@ -78,22 +86,25 @@ CHAIN_PARAMS = np.dtype(
         ("log_normalizer", "u8"),
         ("pairs", "u8"),
         ("totals", "u8"),
-        ("race", "u8"),
+        ("keys", "u8"),
         ("arrived", "u8"),
         ("batch_size", "i8"),
         ("num_drafts", "i8"),
         ("vocab_size", "i8"),
         ("segments", "i8"),
         ("all_drafts", "i8"),
-        ("blocks_per_row", "i8"),
-        ("segments_per_warp", "i8"),
+        ("pair_rows", "i8"),
         ("lenience", "f8"),
         ("alpha", "f8"),
         ("beta", "f8"),
+        ("positions_at_once", "i4"),
+        ("pairs_known", "i4"),
+        ("blocks_per_row", "i4"),
         ("purpose", "i4"),
         ("seed_kind", "i4"),
         ("has_draft", "i4"),
         ("flattened", "i4"),
+        ("padding", "i4"),
     ],
     align=True,
 )
@@ -113,26 +124,183 @@ PER_ROW_TYPES = {  # enum PerRowType
     "float32": 10,
     "float64": 11,
 }
+ITEM_SIZES = {
+    name: 1 if name == "bool" else int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8 for name in PER_ROW_TYPES
+}
 _SEED_SPLIT, _SEED_PER_ROW, _SEED_PAIRS = range(3)
 
-_STATS_WARPS, _DECIDE_WARPS = 4, 8
-_PAIRED_BYTES = 2048  # as in chain.cu
+_STATS_WARPS = 4  # of a block, as in the kernel
 _GRID_LIMIT = 2**31 - 1
+_FEW_ROWS = 16  # batch rows up to which the whole device reads all score rows at once
 _TOTALS_ABOVE = 32 * 1024  # bytes of pairs a batch row may have before chain_totals reduces them
 
 
-def _integer(value: int | Array | None, default: int = 0) -> tuple[int, int, int, int, int]:
-    """PER_ROW of an integer parameter: an array with one element serves all rows."""
-    if isinstance(value, Array):
-        return value.pointer, _row_stride(value), 0, PER_ROW_TYPES[value.dtype], 0
-    return 0, 0, (default if value is None else value) & (2**64 - 1), PER_ROW_TYPES["int64"], 0
+class ChainPlan(NamedTuple):
+    """How a call is run. The answer does not depend on it."""
+
+    launches: tuple[Launch, ...]
+    positions_at_once: int
+    pairs_known: bool  # chain_stats makes the pairs, of all positions
+    blocks_per_row: int
+    pair_rows: int
+    # Bytes of scratch.
+    pairs: int
+    totals: int
+    keys: int
+    arrived: int
+
+    @property
+    def scratch(self) -> int:
+        """Bytes in all."""
+        return self.pairs + self.totals + self.keys + self.arrived
 
 
-def _real(value: float | Array) -> tuple[int, int, int, int, int]:
-    """PER_ROW of a real parameter: a host number travels as the bits of a double."""
+forced_plan: Mapping[str, int] = {}
+
+
+@contextmanager
+def forced(**fields: int) -> Iterator[None]:
+    """Within it calls are run another way: `pairs_known`, `blocks_per_row`, `positions_at_once`, `overlap`.
+
+    For benchmarks and tests; a combination that the device cannot run is an error at the launch.
+    """
+    global forced_plan
+    before, forced_plan = forced_plan, fields
+    plan_chain.cache_clear()
+    try:
+        yield
+    finally:
+        forced_plan = before
+        plan_chain.cache_clear()
+
+
+@cache
+def chain_specialisation(
+    file: str, target_dtype: str, draft_dtype: str, token_dtype: str, sigmoid: bool, segment: int, threads: int
+) -> Specialisation:
+    """The module for these dtypes and rule. One-hot drafts use that of equal dtypes."""
+    return Specialisation(
+        file=file,
+        macros=(
+            ("TARGET_TYPE", C_NAMES[target_dtype]),
+            ("DRAFT_TYPE", C_NAMES[draft_dtype]),
+            ("TOKEN_TYPE", C_NAMES[token_dtype]),
+            ("CHAIN_RULE", "RULE_SIGMOID" if sigmoid else "RULE_TOKEN"),
+            ("SEGMENT", str(segment)),
+            ("VERIFY_THREADS", str(threads)),
+        ),
+        params=CHAIN_PARAMS,
+    )
+
+
+@lru_cache(maxsize=1024)
+def plan_chain(
+    *,
+    batch: int,
+    drafts: int,
+    vocab: int,
+    segment: int,
+    target_dtype: str,
+    draft_dtype: str | None,
+    token_dtype: str,
+    sigmoid: bool,
+    target_normalized: bool,
+    draft_normalized: bool,
+    multiprocessors: int,
+    threads: int,
+    max_cluster: int,
+) -> ChainPlan:
+    """Kernels, launch shapes and scratch of a call.
+
+    Two ways. *Few rows*: chain_stats reads all score rows with the whole device, then chain_verify judges all positions
+    at once. *Many rows*, or no score row that need be read before the decision: chain_verify alone, which reads a row's
+    positions one after another and none behind a rejection.
+
+    Parameters
+    ----------
+    batch, drafts, vocab, segment : int
+        B >= 1, K, V and the ids of a segment.
+    target_dtype, draft_dtype, token_dtype : str
+        `draft_dtype` None: one-hot drafts.
+    sigmoid, target_normalized, draft_normalized : bool
+        The rule, and which normalisers are handed in.
+    multiprocessors, threads, max_cluster : int
+        Of the device, see `Backend`.
+    """
+    segments = segment_count(vocab, segment)
+    if not threads:  # as many as leave the registers for what a thread has in flight
+        threads = 256 if "float32" in (target_dtype, draft_dtype) else 384
+    full = -(-segments * 32 // threads)  # blocks that give each segment a warp
+    sums = drafts > 0 and not sigmoid and not (target_normalized and (draft_normalized or draft_dtype is None))
+    if max_cluster > 1:
+        known = sums and batch <= _FEW_ROWS
+        blocks = min(full, max_cluster)
+    else:
+        known = sums and batch < multiprocessors
+        blocks = max(1, min(full, 4 * multiprocessors // batch)) if known else 1
+    known = bool(forced_plan.get("pairs_known", known))
+    blocks = forced_plan.get("blocks_per_row", blocks)
+    positions = drafts + 1 if known else min(forced_plan.get("positions_at_once", 1), drafts + 1)
+    # Two places for a group's pairs, by turns; a chain of one group needs one, and the last group has no draft rows.
+    pair_rows = min(2 * drafts + 1, 4 * positions) if positions == 1 else 4 * positions
+    if positions == drafts + 1:
+        pair_rows = 2 * drafts + 1
+
+    def specialisation(file: str) -> Specialisation:
+        return chain_specialisation(
+            file, target_dtype, draft_dtype or target_dtype, token_dtype, sigmoid, segment, threads
+        )
+
+    launches = []
+    with_totals = known and pair_rows * segments * 8 > _TOTALS_ABOVE
+    if known:
+        score_rows = batch * (drafts + 1 + (drafts if draft_dtype else 0))
+        stats = specialisation("chain_stats.cu")
+
+        def strided(name: str, warps: int) -> Launch:
+            return Launch(stats, name, min(-(-warps // _STATS_WARPS), _GRID_LIMIT), 32 * _STATS_WARPS)
+
+        launches.append(strided("chain_stats", score_rows * segments))
+        if with_totals:
+            launches.append(strided("chain_totals", score_rows))
+    cluster = blocks if max_cluster > 1 else 1
+    overlap = known and not with_totals and max_cluster > 1 and bool(forced_plan.get("overlap", 1))
+    launches.append(
+        Launch(specialisation("chain_verify.cu"), "chain_verify", batch * blocks, threads, cluster, overlap)
+    )
+    return ChainPlan(
+        tuple(launches),
+        positions,
+        known,
+        blocks,
+        pair_rows,
+        pairs=8 * batch * pair_rows * segments,
+        totals=8 * batch * pair_rows * with_totals,
+        keys=8 * batch * blocks * (max_cluster == 1),
+        arrived=4 * batch,
+    )
+
+
+_PerRow: TypeAlias = tuple[int, int, int, int, int]  # as PER_ROW
+
+
+def _per_row(array: Array, stride: int, column: int = 0) -> _PerRow:
+    size = ITEM_SIZES[array.dtype]
+    return array.pointer + column * size, stride, 0, PER_ROW_TYPES[array.dtype], size
+
+
+def _integer(value: int | Array | None, default: int = 0) -> _PerRow:
+    """An integer parameter: an array with one element serves all rows."""
     if isinstance(value, Array):
-        return value.pointer, _row_stride(value), 0, PER_ROW_TYPES[value.dtype], 0
-    return 0, 0, struct.unpack("=Q", struct.pack("=d", value))[0], PER_ROW_TYPES["float64"], 0
+        return _per_row(value, _row_stride(value))
+    return 0, 0, (default if value is None else value) & (2**64 - 1), PER_ROW_TYPES["int64"], 8
+
+
+def _real(value: float | Array) -> _PerRow:
+    """A real parameter: a host number travels as the bits of a double."""
+    if isinstance(value, Array):
+        return _per_row(value, _row_stride(value))
+    return 0, 0, struct.unpack("=Q", struct.pack("=d", value))[0], PER_ROW_TYPES["float64"], 8
 
 
 def _row_stride(array: Array) -> int:
@@ -149,7 +317,7 @@ def _outer_strides(array: Array, flattened: bool, columns: int) -> tuple[int, in
 
 def _scores(scores: Scores | None, flattened: bool) -> tuple[Any, ...]:
     if scores is None:
-        return 0, 0, 0, 0, 0, 0, _real(1.0), 0, 0
+        return (0,) * 8
     batch_stride, row_stride = _outer_strides(scores.array, flattened, 1)
     lse = scores.log_normalizer
     lse_pointer, lse_strides, is_double = 0, (0, 0), False
@@ -161,38 +329,20 @@ def _scores(scores: Scores | None, flattened: bool) -> tuple[Any, ...]:
         row_stride,
         lse_pointer,
         *lse_strides,
-        _real(scores.temperature),
         is_double,
         scores.probs,
     )
 
 
-def _seed(seed: int | Array) -> tuple[tuple[int, int, int, int, int], int, int]:
-    """PER_ROW, stride between the words of a pair, kind."""
+def _seed(seed: int | Array) -> tuple[_PerRow, _PerRow, int]:
+    """The seed, its second word where it is a pair, and the kind."""
     if isinstance(seed, Array):
         if len(seed.shape) == 2:
-            return (seed.pointer, seed.strides[0], 0, PER_ROW_TYPES["uint32"], 0), seed.strides[1], _SEED_PAIRS
+            stride, column = seed.strides
+            return _per_row(seed, stride), _per_row(seed, stride, column), _SEED_PAIRS
         if len(seed.shape) == 1:
-            return (seed.pointer, seed.strides[0], 0, PER_ROW_TYPES[seed.dtype], 0), 0, _SEED_PER_ROW
-    return _integer(seed), 0, _SEED_SPLIT
-
-
-@cache
-def chain_specialisation(
-    target_dtype: str, draft_dtype: str, token_dtype: str, sigmoid: bool, segment: int
-) -> Specialisation:
-    """The module for these dtypes and rule. One-hot drafts use that of equal dtypes."""
-    return Specialisation(
-        file="chain.cu",
-        macros=(
-            ("TARGET_TYPE", C_NAMES[target_dtype]),
-            ("DRAFT_TYPE", C_NAMES[draft_dtype]),
-            ("TOKEN_TYPE", C_NAMES[token_dtype]),
-            ("CHAIN_RULE", "RULE_SIGMOID" if sigmoid else "RULE_TOKEN"),
-            ("SEGMENT", str(segment)),
-        ),
-        params=CHAIN_PARAMS,
-    )
+            return _per_row(seed, seed.strides[0]), _integer(0), _SEED_PER_ROW
+    return _integer(seed), _integer(0), _SEED_SPLIT
 
 
 def run_chain(
@@ -216,8 +366,7 @@ def run_chain(
 
     Notes
     -----
-    Scratch: 8 bytes per (score row, segment), 12 per batch row, and 8 per score row where a batch row has more than
-    32 KiB of pairs. Launches: two, or three in that last case; none without rows.
+    Scratch and launches: `plan_chain`; none without rows.
     """
     result = out or ChainResult(**{name: backend.empty(*spec) for name, spec in call.outputs().items()})
     batch, drafts = call.batch_size, call.num_drafts
@@ -225,28 +374,30 @@ def run_chain(
         return result
     draft = call.draft if drafts else None
     flattened = call.cu_num_draft_tokens is not None
-    segments = segment_count(call.vocab_size, call.segment)
-    slots = 2 * drafts + 1
     all_drafts = call.draft_tokens.shape[0] if flattened and call.draft_tokens is not None else 0
+    plan = plan_chain(
+        batch=batch,
+        drafts=drafts,
+        vocab=call.vocab_size,
+        segment=call.segment,
+        target_dtype=call.target.array.dtype,
+        draft_dtype=draft.array.dtype if draft else None,
+        token_dtype=call.token_dtype,
+        sigmoid=isinstance(rule, Sigmoid),
+        target_normalized=call.target.log_normalizer is not None,
+        draft_normalized=draft is not None and draft.log_normalizer is not None,
+        multiprocessors=backend.multiprocessors,
+        threads=backend.threads,
+        max_cluster=backend.max_cluster,
+    )
+    scratch = backend.empty((plan.scratch,), "uint8")
+    pairs = backend.pointer(scratch)
+    totals = pairs + plan.pairs
+    keys = totals + plan.totals
+    arrived = keys + plan.keys
 
-    score_rows = batch * slots
-    with_totals = slots * segments * 8 > _TOTALS_ABOVE
-    sizes = (8 * batch, 8 * score_rows * segments, 8 * score_rows * with_totals, 4 * batch)
-    scratch = backend.empty((sum(sizes),), "uint8")
-    race = backend.pointer(scratch)
-    pairs, totals, arrived = race + sizes[0], race + sum(sizes[:2]), race + sum(sizes[:3])
-
-    # A residual is summed by one warp a segment: spread a row over blocks until the device is full.
-    blocks_per_row = 1
-    if drafts:
-        blocks_per_row = max(1, min(-(-segments // _DECIDE_WARPS), 4 * backend.multiprocessors // batch))
-
-    # Two segments a warp keep more bytes in flight, once single ones fill the device many times over.
-    many = batch * slots * segments > 64 * backend.multiprocessors
-    halves = "float32" not in (call.target.array.dtype, draft.array.dtype if draft else None)
-    segments_per_warp = 2 if many and halves and 2 * call.segment <= _PAIRED_BYTES else 1
-
-    seed, seed_word_stride, seed_kind = _seed(call.seed)
+    seed, seed_low, seed_kind = _seed(call.seed)
+    length = call.cu_num_draft_tokens if flattened else call.num_draft_tokens
     token_strides = (0, 0)
     if call.draft_tokens is not None:
         token_strides = _outer_strides(call.draft_tokens, flattened, 0)
@@ -257,12 +408,13 @@ def run_chain(
             _scores(draft, flattened),
             _integer(call.active, 1),
             seed,
+            seed_low,
             _integer(call.step),
             _integer(call.position),
             _integer(call.draw),
-            _integer(call.num_draft_tokens, drafts),
-            _integer(call.cu_num_draft_tokens),
-            seed_word_stride,
+            _integer(length, drafts),
+            _real(call.target.temperature),
+            _real(draft.temperature if draft else 1.0),
             0 if call.draft_tokens is None else call.draft_tokens.pointer,
             *token_strides,
             backend.pointer(result.tokens),
@@ -270,42 +422,29 @@ def run_chain(
             backend.pointer(result.status),
             0 if result.log_normalizer is None else backend.pointer(result.log_normalizer),
             pairs,
-            totals if with_totals else 0,
-            race,
+            totals if plan.totals else 0,
+            keys,
             arrived,
             batch,
             drafts,
             call.vocab_size,
-            segments,
+            segment_count(call.vocab_size, call.segment),
             all_drafts,
-            blocks_per_row,
-            segments_per_warp,
+            plan.pair_rows,
             1.0 if isinstance(rule, Sigmoid) else rule.lenience,
             alpha,
             beta,
+            plan.positions_at_once,
+            plan.pairs_known,
+            plan.blocks_per_row,
             0 if call.purpose is None else int(call.purpose),
             seed_kind,
             draft is not None,
             flattened,
+            0,
         ),
         CHAIN_PARAMS,
     )
-    specialisation = chain_specialisation(
-        call.target.array.dtype,
-        call.target.array.dtype if draft is None else draft.array.dtype,
-        call.token_dtype,
-        isinstance(rule, Sigmoid),
-        call.segment,
-    )
-
-    def launch(name: str, blocks: int, warps: int) -> None:
-        backend.launch(
-            specialisation=specialisation, name=name, grid=min(blocks, _GRID_LIMIT), block=32 * warps, params=params
-        )
-
-    items = batch * slots * -(-segments // segments_per_warp)
-    launch("chain_stats", -(-items // _STATS_WARPS), _STATS_WARPS)
-    if with_totals:
-        launch("chain_totals", -(-batch * slots // _STATS_WARPS), _STATS_WARPS)
-    launch("chain_decide", batch * blocks_per_row, _DECIDE_WARPS)
+    for launch in plan.launches:
+        backend.launch(launch, params)
     return result
