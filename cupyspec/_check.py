@@ -110,14 +110,18 @@ def run_case(
     seconds: float | None,
     show: Callable[[str], None],
 ) -> list[Outcome]:
-    """Outcomes of a case; what is rejected is drawn again, more often and with a new seed, before it counts as wrong."""
+    """Outcomes of a case; what is rejected is drawn again, more often and with a new seed, before it counts as wrong.
+
+    A law that only the larger sample rejects has its own fresh sample then, unless the case is wrong anyway.
+    """
     outcomes: list[Outcome] = []
-    suspects = set(case.laws)
     before: dict[str, list[float]] = {name: [] for name in case.laws}
-    for stage in range(BUDGET.confirmations + 1):
+    rejections = dict.fromkeys(case.laws, 0)  # of the last samples, without one that passed in between
+    for stage in range(BUDGET.confirmations + len(case.laws) + 1):
         # Each check and each confirmation has its own seed, so that the steps may start at 0.
         seed = int(np.random.SeedSequence([base_seed % 2**64, number, stage]).generate_state(1, np.uint64)[0])
-        wanted, limit = draws * BUDGET.growth**stage, seconds and seconds * BUDGET.growth**stage
+        times = BUDGET.growth ** min(stage, BUDGET.confirmations)
+        wanted, limit = draws * times, seconds and seconds * times
         start = time.monotonic()
         try:
             counts = count(case, device, wanted, seed, limit, show)
@@ -128,17 +132,15 @@ def run_case(
             _judge(case.name, name, seed, found, law, spent / len(counts), before[name])
             for (name, law), found in zip(case.laws.items(), counts, strict=True)
         ]
-        wrong = {outcome.counted for outcome in outcomes if outcome.verdict == "WRONG"}
-        impossible = any(o.verdict == "WRONG" and o.note for o in outcomes)
-        suspects &= wrong
-        if impossible or not suspects:
+        wrong = [outcome for outcome in outcomes if outcome.verdict == "WRONG"]
+        rejected = {outcome.counted for outcome in wrong}
+        rejections = {name: (times_before + 1) * (name in rejected) for name, times_before in rejections.items()}
+        impossible = any(outcome.note for outcome in wrong)
+        if impossible or not wrong or max(rejections.values()) > BUDGET.confirmations:
             break
-        for outcome in outcomes:
-            if outcome.p_value is not None and outcome.verdict == "WRONG":
+        for outcome in wrong:
+            if outcome.p_value is not None:
                 before[outcome.counted].append(outcome.p_value)
-    for outcome in outcomes:  # rejected now but not before: chance, as often as a first rejection
-        if outcome.verdict == "WRONG" and not outcome.note and outcome.counted not in suspects:
-            outcome.verdict = "ok"
     return outcomes
 
 

@@ -92,10 +92,14 @@ def _sample(name: str, kind: Any) -> Case:
 
 
 def _verify(rule: Token | Sigmoid, name: str, kind: Any) -> Case:
-    """One draft, then the bonus token."""
+    """One draft, what it is accepted or replaced by, and the bonus token."""
     target, draft = _large_rows(kind)
     sides = [row.astype(np.float64) if isinstance(rule, Sigmoid) else _softmax(row) for row in (target, draft)]
-    laws = {"acceptance, token": single_draft_law(rule, *sides).ravel(), "bonus": _softmax(target)}
+    laws = {
+        "draft": _softmax(draft),
+        "acceptance, token": single_draft_law(rule, *sides).ravel(),
+        "bonus": _softmax(target),
+    }
 
     def prepare(array: Callable[[Any], Any]) -> Draw:
         held = array(target), array(draft)
@@ -103,11 +107,12 @@ def _verify(rule: Token | Sigmoid, name: str, kind: Any) -> Case:
         def run(xp: Any, rows: int, seed: int, step: int) -> list[Any]:
             z = xp.broadcast_to(held[0], (rows, 2, LARGE))
             y = xp.broadcast_to(held[1], (rows, 1, LARGE))
-            drafts = cupyspec.sample(y[:, 0], seed=seed, step=step).tokens
-            got = cupyspec.verify(drafts[:, None], z, y, seed=seed, step=step, rule=rule)
+            drawn = cupyspec.sample(y[:, 0], seed=seed, step=step)
+            drafts = _sound(xp, drawn, drawn.tokens, LARGE)
+            got = cupyspec.verify(drawn.tokens[:, None], z, y, seed=seed, step=step, rule=rule)
             bonus = xp.where(got.num_accepted == 1, got.tokens[:, 1], LARGE)
             first = _sound(xp, got, got.tokens[:, 0], LARGE)
-            return [xp.where(first < 0, -1, got.num_accepted * LARGE + first), bonus]
+            return [drafts, xp.where(first < 0, -1, got.num_accepted * LARGE + first), bonus]
 
         return run
 

@@ -116,6 +116,21 @@ def test_wrong_answers_are_found(
     assert found["draws"] == 160_000
 
 
+def test_drafts_are_counted_too(tmp_path: Path) -> None:
+    """Catches wrong drafts that look like a wrong verification, or the other way round."""
+
+    def verdicts(name: str, wrong: Callable[..., Any]) -> dict[str, str]:
+        file = tmp_path / "report.json"
+        with only("verify, Token, float32"), changed(name, wrong):
+            main(["check", "--draws", "4000", "--json", str(file)])
+        return {check["counted"]: check["verdict"] for check in json.loads(file.read_text())["checks"]}
+
+    drafts = verdicts("sample", biased_sample)
+    assert drafts["draft"] == drafts["acceptance, token"] == "WRONG" and drafts["bonus"] == "ok"
+    tokens = verdicts("verify", lambda *arrays, **options: hot(*arrays, **options | {"sampling": Sampling(1.4)}))
+    assert tokens["draft"] == "ok" and tokens["acceptance, token"] == "WRONG"
+
+
 def test_faulty_rows_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a token of -1, or a status, that is counted as another cell."""
 
@@ -141,6 +156,23 @@ def test_chance_is_not_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
     with only("independence, neighbouring rows"), mock.patch("cupyspec._check.count", unlucky):
         assert main(["check", "--draws", "5000"]) == 0
     assert calls == [5000, 20_000]
+
+
+def test_what_only_a_second_sample_rejects_has_a_third(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a law that is far off in a confirmation and passes, as another law's sample it was."""
+    real = _check.count
+    for at in ([0], [], [1]), ([0], [], [1, 2]):  # the samples that are wrong, of each law
+        calls = []
+
+        def spoilt(*arguments: Any, at: Any = at, calls: Any = calls) -> Any:
+            counts = real(*arguments)
+            calls.append(arguments[2])
+            return [np.roll(c, 1) if len(calls) - 1 in a else c for c, a in zip(counts, at, strict=True)]
+
+        with only("verify, Token, float32"), mock.patch("cupyspec._check.count", spoilt):
+            assert main(["check", "--draws", "2000"]) == (2 in at[2])
+        assert calls == [2000, 8000, 8000]
+        assert capsys.readouterr().out.count("WRONG") == (2 if 2 in at[2] else 0)
 
 
 def test_too_few_draws_are_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
