@@ -60,20 +60,26 @@ __device__ SigmoidSide make_sigmoid_side(const ChainParams& p, float temperature
             slope < 3.4e38 ? (float)slope : 3.4e38f};
 }
 
-// [p^ - q^]+ of two logits, as sigma(a) sigma(-b) (-expm1(b - a)): the plain difference would cancel.
-__device__ float sigmoid_residual(const SigmoidSide& target, const SigmoidSide& draft, float offset, float target_logit,
-                                  float draft_logit) {
+// 1 - e^x for x <= 0, without cancellation near 0.
+__device__ inline float one_less_exp(float x) {
+    const float series = 1.0f + x * (0.5f + x * (1.6666667e-1f + x * (4.1666668e-2f + x * 8.3333333e-3f)));
+    return x > -0.125f ? -x * series : 1.0f - exp2f(x * 1.44269504f);
+}
+
+// [p^ - q^]+ of two logits, as sigma(a) sigma(-b) (1 - e^(b - a)): the plain difference would cancel.
+__device__ inline float sigmoid_residual(const SigmoidSide& target, const SigmoidSide& draft, float offset,
+                                         float target_logit, float draft_logit) {
     if (target_logit < target.low || draft_logit > draft.high) {
         return 0.0f;
     }
     const bool target_is_1 = target_logit > target.high, draft_is_0 = draft_logit < draft.low;
     const float a = target_logit * target.slope, b = draft_logit * draft.slope;
     // A factor is 1 where its side is clamped.
-    const float target_inverse = target_is_1 ? 1.0f : 1.0f + expf(offset - a);
-    const float draft_inverse = draft_is_0 ? 1.0f : 1.0f + expf(b - offset);
+    const float target_inverse = target_is_1 ? 1.0f : 1.0f + exp2f((offset - a) * 1.44269504f);
+    const float draft_inverse = draft_is_0 ? 1.0f : 1.0f + exp2f((b - offset) * 1.44269504f);
     const float difference = target.slope == draft.slope ? (draft_logit - target_logit) * target.slope : b - a;
-    const float left = target_is_1 || draft_is_0 ? 1.0f : -expm1f(difference);
-    return fmaxf(left / (target_inverse * draft_inverse), 0.0f);
+    const float left = target_is_1 || draft_is_0 ? 1.0f : difference < 0.0f ? one_less_exp(difference) : 0.0f;
+    return __fdividef(left, target_inverse * draft_inverse);
 }
 
 struct GranuleWeights {
@@ -121,35 +127,35 @@ __device__ void side_weights(const Side& side, const Granule<T>& scores, float* 
     }
 }
 
-__device__ void sigmoid_weights(const ChainParams& p, const Weights& w, const Granule<Target>& target,
-                                const Granule<Draft>& draft, float* values) {
+template <bool PLAIN>
+__device__ inline void sigmoid_weights(const ChainParams& p, const Weights& w, const Granule<Target>& target,
+                                       const Granule<Draft>& draft, float* values) {
     const float offset = (float)(p.alpha / (p.beta - p.alpha));
 #pragma unroll
     for (int j = 0; j < GRANULE; ++j) {
-        const float draft_logit = w.kind == LESS_DRAFT ? float_of(value_bits(draft, j)) : minus_inf();
+        const float draft_logit = PLAIN || w.kind == LESS_DRAFT ? float_of(value_bits(draft, j)) : minus_inf();
         values[j] =
             sigmoid_residual(w.target_sigmoid, w.draft_sigmoid, offset, float_of(value_bits(target, j)), draft_logit);
     }
 }
 
-// Whether a draw is what most are: [p - q]+ of logits, in rows known to be fit.
+// Whether a draw is what most are: from what is left of logits beside logits.
 __device__ inline bool is_plain(const Weights& w) {
-    return RULE == RULE_TOKEN && w.kind == LESS_DRAFT && !w.target_side.probs && !w.draft_side.probs &&
-           !w.judge_target && !w.judge_draft;
+    return w.kind == LESS_DRAFT && !w.target_side.probs && !w.draft_side.probs;
 }
 
 // Weights of the ids first .. first + 7. `seen` collects the judgement. PLAIN: is_plain() holds.
 template <bool PLAIN>
 __device__ GranuleWeights granule_weights(const ChainParams& p, const Weights& w, const Granule<Target>& target,
                                           const Granule<Draft>& draft, long long first, unsigned int& seen) {
-    if (!PLAIN && w.judge_target) {
+    if (w.judge_target) {
         seen |= judge_granule(target, SEEN_TARGET_BAD, SEEN_TARGET_SCORE);
     }
-    if (!PLAIN && w.judge_draft) {
+    if (w.judge_draft) {
         seen |= judge_granule(draft, SEEN_DRAFT_BAD, SEEN_DRAFT_SCORE);
     }
     GranuleWeights out;
-    if (PLAIN || RULE == RULE_TOKEN || w.kind == TARGET_ONLY) {
+    if (RULE == RULE_TOKEN || w.kind == TARGET_ONLY) {
         side_weights<PLAIN>(w.target_side, target, out.values);
         if (PLAIN || w.kind == LESS_DRAFT) {
             float less[GRANULE];
@@ -160,7 +166,7 @@ __device__ GranuleWeights granule_weights(const ChainParams& p, const Weights& w
             }
         }
     } else {
-        sigmoid_weights(p, w, target, draft, out.values);
+        sigmoid_weights<PLAIN>(p, w, target, draft, out.values);
     }
     if (!PLAIN && w.kind == LESS_ONE_HOT) {
         const long long hot = w.hot - first;
@@ -249,7 +255,8 @@ __device__ inline LaneSums sum_lane(const ChainParams& p, const Weights& w, unsi
 // The same where is_plain() holds: loads of both sides are in flight together.
 constexpr int TOGETHER = LANE_GRANULES < 4 ? LANE_GRANULES : sizeof(Target) + sizeof(Draft) > 4 ? 2 : 4;
 
-__device__ inline LaneSums sum_lane_plain(const ChainParams& p, const Weights& w, unsigned int segment) {
+__device__ inline LaneSums sum_lane_plain(const ChainParams& p, const Weights& w, unsigned int segment,
+                                          unsigned int& seen) {
     const long long first = (long long)segment * SEG + lane_index() * GRANULE;
     LaneSums sums;
 #pragma unroll
@@ -259,8 +266,7 @@ __device__ inline LaneSums sum_lane_plain(const ChainParams& p, const Weights& w
         load_granules(w.draft, first + base * GRANULE * LANES, p.vocab_size, Storage<Draft>::NEG_INF, scores.draft);
 #pragma unroll
         for (int g = 0; g < TOGETHER; ++g) {
-            unsigned int unseen = 0;
-            sums.granules[base + g] = granule_weights<true>(p, w, scores.target[g], scores.draft[g], first, unseen).sum;
+            sums.granules[base + g] = granule_weights<true>(p, w, scores.target[g], scores.draft[g], first, seen).sum;
         }
     }
     return sums;
@@ -279,7 +285,7 @@ __device__ inline Best warp_race_segments_all(const ChainParams& p, const Weight
     Best best = {NO_KEY, {}};
 #pragma unroll 1
     for (unsigned int s = start; s < p.segments; s += step) {
-        const LaneSums sums = plain ? sum_lane_plain(p, w, s) : sum_lane(p, w, s, seen);
+        const LaneSums sums = plain ? sum_lane_plain(p, w, s, seen) : sum_lane(p, w, s, seen);
         const unsigned long long key = race_key(draw, s, sums.warp_total_all() * scale);
         if (key < best.key) {
             best = {key, sums};

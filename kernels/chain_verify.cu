@@ -31,13 +31,15 @@
 namespace cupyspec {
 
 constexpr int WARPS = VERIFY_THREADS / LANES;
-// Blocks a multiprocessor where their registers hold what is in flight; elsewhere the compiler would spill.
-#ifndef VERIFY_BLOCKS
+// Threads of a multiprocessor whose registers hold what is in flight: 80 each for 16-bit scores, else 128. On some devices
+// the compiler needs more than 80.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
-#define VERIFY_BLOCKS (VERIFY_THREADS > 256 ? 1 : 2)
+#define VERIFY_RESIDENT 512
 #else
-#define VERIFY_BLOCKS 2
+#define VERIFY_RESIDENT (sizeof(cupyspec::Target) + sizeof(cupyspec::Draft) > 4 ? 512 : 768)
 #endif
+#ifndef VERIFY_BLOCKS
+#define VERIFY_BLOCKS (VERIFY_RESIDENT / VERIFY_THREADS)
 #endif
 
 // What the blocks of a row tell each other of the race.

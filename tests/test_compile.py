@@ -29,12 +29,20 @@ SCORES = ("float32", "float16", "bfloat16")
 OPTIONS = ("-ftz=true", "--device-as-default-execution-space", "--std=c++17", "--ptxas-options=-v")
 KERNELS = {"chain_stats.cu": ("chain_stats", "chain_totals"), "chain_verify.cu": ("chain_verify",)}
 
+
+def threads_of(file: str, target: str, draft: str) -> int:
+    """As `plan_chain` has it for large vocabularies."""
+    return 0 if file == "chain_stats.cu" else 256 if "float32" in (target, draft) else 384
+
+
 ALL = [
-    chain_specialisation(file, target, draft, token, sigmoid, SEG, 256 if "float32" in (target, draft) else 384)
+    chain_specialisation(file, target, draft, token, sigmoid, SEG, threads_of(file, target, draft))
     for file, target, draft, token, sigmoid in itertools.product(
         KERNELS, SCORES, SCORES, ("int32", "int64"), (False, True)
     )
 ]
+# For small ones.
+ALL += [chain_specialisation("chain_verify.cu", dtype, dtype, "int32", False, SEG, 128) for dtype in SCORES]
 
 
 def cases() -> list[tuple[str, Specialisation]]:
@@ -74,7 +82,7 @@ def test_compiles_without_spills(case: tuple[str, Specialisation]) -> None:
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert len(spills) >= len(kernels) and set(spills) == {("0", "0")}, log  # of functions that are called, too
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-    assert len(registers) == len(kernels) and max(registers) <= 128, log
+    assert len(registers) == len(kernels) and max(registers) <= 168, log  # a block of 384 threads fits
     for kernel in kernels:
         assert kernel.encode() in cubin
 

@@ -176,9 +176,9 @@ def forced(**fields: int) -> Iterator[None]:
 
 @cache
 def chain_specialisation(
-    file: str, target_dtype: str, draft_dtype: str, token_dtype: str, sigmoid: bool, segment: int, threads: int
+    file: str, target_dtype: str, draft_dtype: str, token_dtype: str, sigmoid: bool, segment: int, threads: int = 0
 ) -> Specialisation:
-    """The module for these dtypes and rule. One-hot drafts use that of equal dtypes."""
+    """The module for these dtypes and rule. One-hot drafts use that of equal dtypes; `threads` is chain_verify's."""
     return Specialisation(
         file=file,
         macros=(
@@ -187,7 +187,7 @@ def chain_specialisation(
             ("TOKEN_TYPE", C_NAMES[token_dtype]),
             ("CHAIN_RULE", "RULE_SIGMOID" if sigmoid else "RULE_TOKEN"),
             ("SEGMENT", str(segment)),
-            ("VERIFY_THREADS", str(threads)),
+            *((("VERIFY_THREADS", str(threads)),) if threads else ()),
         ),
         params=CHAIN_PARAMS,
     )
@@ -228,8 +228,9 @@ def plan_chain(
         Of the device, see `Backend`.
     """
     segments = segment_count(vocab, segment)
-    if not threads:  # as many as leave the registers for what a thread has in flight
-        threads = 256 if "float32" in (target_dtype, draft_dtype) else 384
+    if not threads:
+        # As many as leave the registers for what a thread has in flight; small vocabularies have no work for so many.
+        threads = 128 if segments <= 4 else 256 if "float32" in (target_dtype, draft_dtype) else 384
     full = -(-segments * 32 // threads)  # blocks that give each segment a warp
     sums = drafts > 0 and not sigmoid and not (target_normalized and (draft_normalized or draft_dtype is None))
     if max_cluster > 1:
@@ -246,7 +247,7 @@ def plan_chain(
     if positions == drafts + 1:
         pair_rows = 2 * drafts + 1
 
-    def specialisation(file: str) -> Specialisation:
+    def specialisation(file: str, threads: int = 0) -> Specialisation:
         return chain_specialisation(
             file, target_dtype, draft_dtype or target_dtype, token_dtype, sigmoid, segment, threads
         )
@@ -266,7 +267,7 @@ def plan_chain(
     cluster = blocks if max_cluster > 1 else 1
     overlap = known and not with_totals and max_cluster > 1 and bool(forced_plan.get("overlap", 1))
     launches.append(
-        Launch(specialisation("chain_verify.cu"), "chain_verify", batch * blocks, threads, cluster, overlap)
+        Launch(specialisation("chain_verify.cu", threads), "chain_verify", batch * blocks, threads, cluster, overlap)
     )
     return ChainPlan(
         tuple(launches),

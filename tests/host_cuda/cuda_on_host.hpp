@@ -510,6 +510,7 @@ inline long long __double_as_longlong(double value) {
     return bits;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __double2float_ru(double value) {
     const float near = (float)value;
     return (double)near < value ? nextafterf(near, INFINITY) : near;
