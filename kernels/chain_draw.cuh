@@ -285,6 +285,10 @@ __device__ inline Best warp_race_segments_all(const ChainParams& p, const Weight
     Best best = {NO_KEY, {}};
 #pragma unroll 1
     for (unsigned int s = start; s < p.segments; s += step) {
+        if (plain) {
+            warp_prefetch<Target, SEG>(w.target, (long long)s + step, p.vocab_size);
+            warp_prefetch<Draft, SEG>(w.draft, (long long)s + step, p.vocab_size);
+        }
         const LaneSums sums = plain ? sum_lane_plain(p, w, s, seen) : sum_lane(p, w, s, seen);
         const unsigned long long key = race_key(draw, s, sums.warp_total_all() * scale);
         if (key < best.key) {

@@ -11,8 +11,12 @@
 namespace cupyspec {
 
 constexpr int STATS_THREADS = 128;
-// Four blocks a multiprocessor will do: the compiler spills to fit a fifth.
-#define STATS_BOUNDS __launch_bounds__(cupyspec::STATS_THREADS, 4)
+// Blocks of a multiprocessor: as many as need not spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define STATS_BLOCKS 4
+#else
+#define STATS_BLOCKS (sizeof(cupyspec::Target) + sizeof(cupyspec::Draft) > 4 ? 4 : 6)
+#endif
 
 struct Shared {
     unsigned long long facts[STATS_THREADS / LANES][FACTS];  // by warp
@@ -21,6 +25,23 @@ struct Shared {
 // n / d for n, d >= 0; a 64-bit division costs as much as a third of a segment.
 __device__ inline long long divide(long long n, long long d) {
     return (n | d) >> 32 ? n / d : (long long)((unsigned int)n / (unsigned int)d);
+}
+
+// Score rows of a batch row.
+__device__ inline long long score_rows(const ChainParams& p) {
+    return p.num_drafts + 1 + (p.has_draft ? p.num_drafts : 0);
+}
+
+// What one warp does at a time.
+struct Item {
+    long long b;
+    int score_row;
+    unsigned int segment;
+};
+
+__device__ inline Item item_of(const ChainParams& p, long long number) {
+    const long long at = divide(number, p.segments), b = divide(at, score_rows(p));
+    return {b, (int)(at - b * score_rows(p)), (unsigned int)(number - at * p.segments)};
 }
 
 // Whether a score row's address and its being read hang on nothing but the call: then its loads need not wait for what
@@ -77,6 +98,19 @@ __device__ void warp_draft_stats(const ChainParams& p, long long b, int i, unsig
     }
 }
 
+// Asks for the scores of a warp's next item.
+__device__ inline void warp_prefetch_item(const ChainParams& p, const Item& item) {
+    const bool of_target = item.score_row <= p.num_drafts;
+    const int i = of_target ? item.score_row : item.score_row - (int)p.num_drafts - 1;
+    Row row = {};
+    row.b = item.b;
+    if (of_target && reads_all(p, i == p.num_drafts || !p.target.log_normalizer)) {
+        warp_prefetch<Target, SEG>(target_row(p, row, i), item.segment, p.vocab_size);
+    } else if (!of_target && reads_all(p, !p.draft.log_normalizer)) {
+        warp_prefetch<Draft, SEG>(draft_row(p, row, i), item.segment, p.vocab_size);
+    }
+}
+
 __device__ void warp_totals(const ChainParams& p, long long b, int score_row, unsigned long long* facts) {
     const Row row = warp_read_row_all(p, b, facts);
     const bool of_target = score_row <= p.num_drafts;
@@ -98,24 +132,27 @@ __device__ void warp_totals(const ChainParams& p, long long b, int score_row, un
 
 // Grids are one-dimensional (grid.y ends at 65,535) and may be smaller than the work: each warp strides on.
 
-extern "C" __global__ void STATS_BOUNDS chain_stats(const __grid_constant__ cupyspec::ChainParams p) {
+extern "C" __global__ void __launch_bounds__(cupyspec::STATS_THREADS, STATS_BLOCKS)
+    chain_stats(const __grid_constant__ cupyspec::ChainParams p) {
     using namespace cupyspec;
     CUPYSPEC_SHARED(Shared, shared);
     let_next_kernel_start();
     const long long warps = (long long)gridDim.x * (STATS_THREADS / LANES);
-    const long long score_rows = p.num_drafts + 1 + (p.has_draft ? p.num_drafts : 0);
-    const long long items = p.batch_size * score_rows * p.segments;
+    const long long items = p.batch_size * score_rows(p) * p.segments;
+#pragma unroll 1
     for (long long item = (long long)blockIdx.x * (STATS_THREADS / LANES) + warp_index(); item < items; item += warps) {
-        const long long at = divide(item, p.segments), b = divide(at, score_rows);
-        const unsigned int segment = (unsigned int)(item - at * p.segments);
-        const int score_row = (int)(at - b * score_rows);
-        if (score_row == 0 && segment == 0 && lane_index() == 0) {
-            p.arrived[b] = 0;
+        if (item + warps < items) {
+            warp_prefetch_item(p, item_of(p, item + warps));
         }
-        if (score_row <= p.num_drafts) {
-            warp_target_stats(p, b, score_row, segment, shared.facts[warp_index()]);
+        const Item mine = item_of(p, item);
+        if (mine.score_row == 0 && mine.segment == 0 && lane_index() == 0) {
+            p.arrived[mine.b] = 0;
+        }
+        if (mine.score_row <= p.num_drafts) {
+            warp_target_stats(p, mine.b, mine.score_row, mine.segment, shared.facts[warp_index()]);
         } else {
-            warp_draft_stats(p, b, score_row - (int)p.num_drafts - 1, segment, shared.facts[warp_index()]);
+            warp_draft_stats(p, mine.b, mine.score_row - (int)p.num_drafts - 1, mine.segment,
+                             shared.facts[warp_index()]);
         }
     }
 }
@@ -125,10 +162,9 @@ extern "C" __global__ void __launch_bounds__(cupyspec::STATS_THREADS)
     using namespace cupyspec;
     CUPYSPEC_SHARED(Shared, shared);
     const long long warps = (long long)gridDim.x * (STATS_THREADS / LANES);
-    const long long score_rows = p.num_drafts + 1 + (p.has_draft ? p.num_drafts : 0);
-    const long long items = p.batch_size * score_rows;
+    const long long items = p.batch_size * score_rows(p);
     for (long long item = (long long)blockIdx.x * (STATS_THREADS / LANES) + warp_index(); item < items; item += warps) {
-        const long long b = divide(item, score_rows);
-        warp_totals(p, b, (int)(item - b * score_rows), shared.facts[warp_index()]);
+        const long long b = divide(item, score_rows(p));
+        warp_totals(p, b, (int)(item - b * score_rows(p)), shared.facts[warp_index()]);
     }
 }

@@ -123,6 +123,8 @@ __device__ void blocks_make_pairs(const ChainParams& p, const Row& row, const Gr
 #pragma unroll 1
         for (unsigned int segment = rank * WARPS + warp_index(); segment < segments; segment += step) {
             if (plain) {
+                warp_prefetch<Target, SEG>(target, (long long)segment + step, p.vocab_size);
+                warp_prefetch<Draft, SEG>(draft, (long long)segment + step, p.vocab_size);
                 WarpSegment<Target, SEG> of_target;
                 WarpSegment<Draft, SEG> of_draft;
                 of_target.load(target, segment, p.vocab_size, Storage<Target>::NEG_INF);

@@ -155,6 +155,22 @@ __device__ inline float logit_scale(float temperature) { return fmaxf(1.44269504
 // A pivot to subtract from logits: -inf - -inf is no weight.
 __device__ inline float finite_pivot(float max) { return max == minus_inf() ? 0.0f : max; }
 
+// One warp asks for a segment that it will read next: a line of memory for each lane, two where scores are wide.
+template <typename T, int SEG> __device__ inline void warp_prefetch(const T* row, long long segment, long long vocab) {
+#ifdef __CUDA_ARCH__
+    constexpr int LINE = 128 / (int)sizeof(T);  // ids
+#pragma unroll
+    for (int line = 0; line < SEG / LINE; line += LANES) {
+        const long long id = segment * SEG + (line + lane_index()) * LINE;
+        if (line + lane_index() < SEG / LINE && id < vocab) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(row + id));
+        }
+    }
+#else
+    (void)row, (void)segment, (void)vocab;
+#endif
+}
+
 // One warp reads one segment of one row. All loads are issued before the first use.
 template <typename T, int SEG> struct WarpSegment {
     static_assert(SEG % (GRANULE * LANES) == 0, "a segment is a whole number of granules for every lane");

@@ -131,7 +131,8 @@ _SEED_SPLIT, _SEED_PER_ROW, _SEED_PAIRS = range(3)
 
 _STATS_WARPS = 4  # of a block, as in the kernel
 _GRID_LIMIT = 2**31 - 1
-_FEW_ROWS = 16  # batch rows up to which the whole device reads all score rows at once
+_FEW_ROWS = 12  # batch rows up to which the whole device reads all score rows at once
+_STATS_RESIDENT = 6  # blocks of chain_stats that a multiprocessor holds at once
 _TOTALS_ABOVE = 32 * 1024  # bytes of pairs a batch row may have before chain_totals reduces them
 
 
@@ -228,20 +229,22 @@ def plan_chain(
         Of the device, see `Backend`.
     """
     segments = segment_count(vocab, segment)
+    sums = drafts > 0 and not sigmoid and not (target_normalized and (draft_normalized or draft_dtype is None))
+    known = sums and batch <= (_FEW_ROWS if max_cluster > 1 else multiprocessors)
+    known = bool(forced_plan.get("pairs_known", known))
     if not threads:
         # As many as leave the registers for what a thread has in flight; small vocabularies have no work for so many.
-        threads = 128 if segments <= 4 else 256 if "float32" in (target_dtype, draft_dtype) else 384
+        wide = "float32" in (target_dtype, draft_dtype)
+        threads = 128 if segments <= 4 else 256 if wide and not known else 384
     full = -(-segments * 32 // threads)  # blocks that give each segment a warp
-    sums = drafts > 0 and not sigmoid and not (target_normalized and (draft_normalized or draft_dtype is None))
     if max_cluster > 1:
-        known = sums and batch <= _FEW_ROWS
-        blocks = min(full, max_cluster)
+        blocks = max(1, min(full, max_cluster, 2 * multiprocessors // batch))
     else:
-        known = sums and batch < multiprocessors
         blocks = max(1, min(full, 4 * multiprocessors // batch)) if known else 1
-    known = bool(forced_plan.get("pairs_known", known))
     blocks = forced_plan.get("blocks_per_row", blocks)
-    positions = drafts + 1 if known else min(forced_plan.get("positions_at_once", 1), drafts + 1)
+    # Where many blocks share a row, judging costs as much as reading: two positions at a time.
+    positions = forced_plan.get("positions_at_once", 2 if blocks >= 4 else 1)
+    positions = drafts + 1 if known else min(positions, drafts + 1)
     # Two places for a group's pairs, by turns; a chain of one group needs one, and the last group has no draft rows.
     pair_rows = min(2 * drafts + 1, 4 * positions) if positions == 1 else 4 * positions
     if positions == drafts + 1:
@@ -259,7 +262,8 @@ def plan_chain(
         stats = specialisation("chain_stats.cu")
 
         def strided(name: str, warps: int) -> Launch:
-            return Launch(stats, name, min(-(-warps // _STATS_WARPS), _GRID_LIMIT), 32 * _STATS_WARPS)
+            limit = min(_STATS_RESIDENT * multiprocessors, _GRID_LIMIT)
+            return Launch(stats, name, min(-(-warps // _STATS_WARPS), limit), 32 * _STATS_WARPS)
 
         launches.append(strided("chain_stats", score_rows * segments))
         if with_totals:
