@@ -41,7 +41,7 @@ def test_random_calls_under_sanitizers() -> None:
 STRAY_READ = """
 import fuzz
 from machines import Patch
-patch = Patch("(j < exist ? stored_bits(row + first, j) : fill)", "(j < exist + 1 ? stored_bits(row + first, j) : fill)")
+patch = Patch("at + byte < end)", "at + byte < end + 2)")
 fuzz.run(fuzz.machine_of("host_cuda", [patch]), 0, range(150))
 """
 
@@ -86,7 +86,7 @@ MISTAKES = {
     "a status that is not written": ("host_cuda", Patch("p.status[row.b] = status;", "(void)status;"), "status"),
     "a scratch cell behind the last": (
         "host_cuda",
-        Patch("p.arrived[b] = 0;", "p.arrived[b] = 0;\n            p.arrived[b + 1] = 0;"),
+        Patch("p.arrived[mine.b] = 0;", "p.arrived[mine.b] = p.arrived[mine.b + 1] = 0;"),
         "uint8.* of the kernels: .* bytes changed",
     ),
 }
