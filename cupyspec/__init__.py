@@ -7,6 +7,8 @@ from cupyspec.chain import Verification, verify
 from cupyspec.diagnostics import expected_tokens
 from cupyspec.rules import Sigmoid, Token
 from cupyspec.sampling import Sample, sample
+from cupyspec.verifier import Verifier
+from cupyspec.warmup import warm_up
 
 __version__ = "0.1.0"
 
@@ -17,8 +19,10 @@ __all__ = [
     "Status",
     "Token",
     "Verification",
+    "Verifier",
     "expected_tokens",
     "row_seeds",
     "sample",
     "verify",
+    "warm_up",
 ]

@@ -6,10 +6,12 @@ the modules already imported, so that none is imported here.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -43,6 +45,47 @@ class Device(NamedTuple):
 
     def __str__(self) -> str:
         return self.kind if self == ("cpu", 0) else f"{self.kind}:{self.ordinal}"
+
+
+def parse_device(name: str, value: Any) -> Device:
+    """A device named by a string ("cpu", "cuda", "cuda:1"), or by a library's own object."""
+    kind, ordinal = getattr(value, "type", None), getattr(value, "index", None)  # PyTorch's
+    if isinstance(value, str):
+        kind, _, number = value.partition(":")
+        if number and not number.isdecimal():
+            kind = ""
+        ordinal = int(number) if kind and number else None
+    elif type(value).__module__.partition(".")[0] == "cupy" and hasattr(value, "id"):
+        kind, ordinal = "cuda", value.id
+    elif hasattr(value, "platform"):  # JAX's
+        kind, ordinal = ("cuda" if value.platform == "gpu" else value.platform), value.local_hardware_id
+    elif not isinstance(kind, str):
+        raise TypeError(f'{name} must be "cpu", "cuda", "cuda:N" or a device of a library, got {value!r}')
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and ordinal):
+        raise ValueError(f'{name} must be "cpu", "cuda" or "cuda:N", got {value!r}')
+    if kind == "cpu":
+        return Device("cpu", 0)
+    import_cupy()
+    from cupyspec import _cuda
+
+    count = _cuda.device_count()
+    if ordinal is None:
+        ordinal = _cuda.current_device() if count else 0
+    if ordinal >= count:
+        raise ValueError(f"{name} must be a CUDA device that is there ({count} are), got {value!r}")
+    return Device("cuda", ordinal)
+
+
+def parse_dtype(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """Name of a dtype given by a string or by a library's own object."""
+    if isinstance(value, type) and issubclass(value, np.generic):
+        given: Any = np.dtype(value)
+    else:
+        given = value if isinstance(value, str) else getattr(value, "dtype", value)  # jax.numpy.float32 has one
+    dtype = str(getattr(given, "name", given)).rpartition(".")[2]
+    if dtype not in allowed:
+        raise TypeError(f"{name} must be {' or '.join(allowed)}, got {value!r}")
+    return dtype
 
 
 class Library:
@@ -92,6 +135,12 @@ class Library:
     def check_writable(self, name: str, x: Any) -> None:
         """ValueError if an output cannot be written, as far as the library and not NumPy knows."""
 
+    shares_memory = False  # whether `share_cpu` and `share_cuda` give arrays of one memory, which may be written to
+
+    def share_cpu(self, values: HostArray) -> Any:
+        """Memory that NumPy holds, as an array of this library."""
+        return values
+
     # CUDA arrays, CuPy being there.
 
     frees_in_stream_order = False  # whether dropped memory stays untouched until the library's stream has passed
@@ -115,6 +164,10 @@ class Library:
         """Address of what `empty_cuda` made."""
         return int(x.data.ptr)
 
+    def share_cuda(self, values: Any) -> Any:
+        """Memory that CuPy holds, as an array of this library; nothing is ordered, waited for or copied."""
+        return values
+
     def from_cuda(self, values: Any, like: Any) -> Any:
         """What `empty_cuda` made as an array of this library."""
         if not hasattr(like, "__array_namespace__"):
@@ -123,6 +176,8 @@ class Library:
 
 
 class _NumPy(Library):
+    shares_memory = True
+
     def device(self, x: Any) -> Device:
         return Device("cpu", 0)
 
@@ -138,10 +193,21 @@ class _NumPy(Library):
 
 
 class _CuPy(Library):
+    shares_memory = True
     frees_in_stream_order = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._dtypes: dict[Any, str] = {}  # names, which NumPy makes anew each time
 
     def device(self, x: Any) -> Device:
         return Device("cuda", x.device.id)
+
+    def dtype(self, x: Any) -> str:
+        dtype = x.dtype
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = dtype.name
+        return self._dtypes[dtype]
 
     def borrow_cuda(self, x: Any) -> Array:
         from cupyspec import _cuda
@@ -153,11 +219,21 @@ class _CuPy(Library):
 
 
 class _Torch(Library):
+    shares_memory = True
     frees_in_stream_order = True
     keeps_captured_memory = True
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # Names and devices by PyTorch's objects: to ask these costs as much as a whole look-up.
+        self._devices: dict[Any, Device] = {}
+        self._dtypes: dict[Any, str] = {}
+
     def device(self, x: Any) -> Device:
-        return Device(x.device.type, x.device.index or 0)
+        device = x.device
+        if device not in self._devices:
+            self._devices[device] = Device(device.type, device.index or 0)
+        return self._devices[device]
 
     def to_numpy(self, x: Any) -> HostArray:
         torch = sys.modules["torch"]
@@ -170,12 +246,20 @@ class _Torch(Library):
     def _dense(self, x: Any) -> Any:
         if x.layout != sys.modules["torch"].strided:
             raise TypeError(f"torch tensors must be dense (torch.strided), got layout {x.layout}")
-        return x.detach().resolve_neg()
+        if x.requires_grad:
+            x = x.detach()
+        return x.resolve_neg() if x.is_neg() else x
 
     def dtype(self, x: Any) -> str:
-        return str(x.dtype).removeprefix("torch.")
+        dtype = x.dtype
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+        return self._dtypes[dtype]
 
     def from_numpy(self, values: HostArray, like: Any) -> Any:
+        return sys.modules["torch"].from_numpy(values)
+
+    def share_cpu(self, values: HostArray) -> Any:
         return sys.modules["torch"].from_numpy(values)
 
     def check_writable(self, name: str, x: Any) -> None:
@@ -187,14 +271,17 @@ class _Torch(Library):
         return Array(x.data_ptr(), tuple(x.shape), x.stride(), self.dtype(x), None, x)
 
     def stream_handle(self, ordinal: int) -> int | None:
-        return int(sys.modules["torch"].cuda.current_stream(ordinal).cuda_stream)
+        return _torch_stream()(ordinal)
 
     def empty_cuda(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{ordinal}")
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", ordinal))
 
     def pointer_cuda(self, x: Any) -> int:
         return int(x.data_ptr())
+
+    def share_cuda(self, values: Any) -> Any:
+        return sys.modules["torch"].utils.dlpack.from_dlpack(values.__dlpack__(stream=-1))
 
     def from_cuda(self, values: Any, like: Any) -> Any:
         return values
@@ -268,6 +355,147 @@ def library_of(name: str, x: Any, wanted: str = "an array") -> Library:
     return library
 
 
+@functools.cache
+def _torch_stream() -> Callable[[int], int]:
+    """PyTorch's current stream of a device, as a handle; the public way takes microseconds."""
+    torch = sys.modules["torch"]
+    quick: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return quick or (lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream))
+
+
+class Quick:
+    """CUDA arrays of one type as `cupyspec._packed` looks at them in a call like one before: nothing is described."""
+
+    kind: Any  # the type
+    keeps_captured_memory: bool  # see Library
+    pointer: Callable[[Any], int]
+    stream: Callable[[int], int]  # handle of the library's current stream on a device, which is the current one
+    # (dtype, shape, strides, device): all that is asked of an array but where it lies. None: nothing to be quick with,
+    # as memory on the CPU.
+    look: Callable[[Any], tuple[Any, ...] | None]
+
+    def look_at(self, x: Any, any_rows: bool) -> tuple[Any, ...] | None:
+        """`look`, without the number of rows if any will do."""
+        look = self.look(x)
+        return (look[0], look[1][1:], *look[2:]) if any_rows and look is not None else look
+
+    def guard(self, arrays: Sequence[Any], any_rows: Sequence[bool]) -> Callable[..., bool]:
+        """Tells whether other arrays look like these."""
+        look, free = (self.look, ()) if True not in any_rows else (self.look_at, (any_rows,))
+        looks = [*map(look, arrays, *free)]
+
+        def like(*others: Any) -> bool:
+            try:
+                return [*map(look, others, *free)] == looks
+            except AttributeError:  # something else than an array
+                return False
+
+        return like
+
+    def maker(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
+        """Makes uninitialised arrays on a device, which is the current one."""
+        raise NotImplementedError
+
+    def reach(self, x: Any) -> tuple[int, int]:
+        """From an array's address to the lowest of its bytes, and behind the highest."""
+        raise NotImplementedError
+
+
+class _QuickCuPy(Quick):
+    keeps_captured_memory = False
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy, self.kind = cupy, cupy.ndarray
+        self.pointer = operator.attrgetter("data.ptr")
+        self.look = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
+        current = cupy.cuda.get_current_stream
+        self.stream = lambda ordinal: current().ptr
+
+    def maker(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
+        return functools.partial(self._cupy.empty, shape, np.dtype(dtype))
+
+    def reach(self, x: Any) -> tuple[int, int]:
+        return _steps(x.shape, x.strides, 1, x.itemsize)
+
+
+def _look_at_tensor(x: Any) -> tuple[Any, ...] | None:
+    if not x.is_cuda or x.is_neg():
+        return None
+    return x.dtype, x.shape, x.stride(), x.get_device()
+
+
+class _QuickTorch(Quick):
+    keeps_captured_memory = True
+
+    def __init__(self, torch: Any) -> None:
+        self._torch, self.kind, self.look = torch, torch.Tensor, _look_at_tensor
+        self.pointer, self.stream = torch.Tensor.data_ptr, _torch_stream()
+
+    def guard(self, arrays: Sequence[Any], any_rows: Sequence[bool]) -> Callable[..., bool]:
+        guards = _tensor_guards()
+        if guards is None:
+            return super().guard(arrays, any_rows)
+        sizes = [[None, *x.shape[1:]] if free else [*x.shape] for x, free in zip(arrays, any_rows, strict=True)]
+        strides = [list(x.stride()) for x in arrays]
+        check: Callable[..., bool] = guards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check
+
+    def maker(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
+        torch = self._torch
+        kind, device = getattr(torch, dtype), torch.device("cuda", ordinal)
+        return functools.partial(torch.empty, shape, dtype=kind, device=device)
+
+    def reach(self, x: Any) -> tuple[int, int]:
+        return _steps(x.shape, x.stride(), x.element_size(), x.element_size())
+
+
+@functools.cache
+def _tensor_guards() -> Any:
+    """What torch.compile guards its code with: compares type, dtype, device, shape, strides and dispatch of several
+    tensors in a fifth of the time that asking them takes. Not public, so None unless it does what is expected of it."""
+    torch = sys.modules["torch"]
+    try:
+        kind = torch._C._dynamo.guards.TensorGuards
+        x, y = torch.empty((2, 3), device="cpu"), torch.empty((4,), dtype=torch.int64, device="cpu")
+
+        def check(*others: Any, rows: int | None = 2) -> bool:
+            made = kind(x, y, dynamic_dims_sizes=[[rows, 3], [4]], dynamic_dims_strides=[[3, 1], [1]])
+            return made.check(*others) is True
+
+        longer = torch.empty((5, 3), device="cpu")
+        others = (x.half(), x.T, x[:, :2], x[:1], torch._neg_view(x), x.expand(1, 2, 3), longer, x.to("meta"))
+        right = check(x, y) and check(torch.empty_like(x), torch.empty_like(y)) and check(longer, y, rows=None)
+        wrong = any(check(other, y) for other in others) or check(x[:, :2], y, rows=None) or check(x, y.int())
+        return kind if right and not wrong else None
+    except Exception:
+        return None
+
+
+_quick_of_type: dict[type, Quick | None] = {}
+
+
+def quick_of(kind: type) -> Quick | None:
+    """How arrays of exactly this type are looked at, if there is a quick way."""
+    if kind not in _quick_of_type:
+        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        quick: Quick | None = None
+        if torch is not None and kind is getattr(torch, "Tensor", None):
+            quick = _QuickTorch(torch)
+        elif cupy is not None and kind is getattr(cupy, "ndarray", None):
+            quick = _QuickCuPy(cupy)
+        _quick_of_type[kind] = quick
+    return _quick_of_type[kind]
+
+
+def current_streams(ordinal: int) -> set[int]:
+    """Handles of the streams that libraries use on a device, the current one."""
+    torch = sys.modules.get("torch")
+    streams = {quick.stream(ordinal) for quick in (quick_of(import_cupy().ndarray),) if quick is not None}
+    if torch is not None and torch.cuda.is_initialized():
+        streams.add(_torch_stream()(ordinal))
+    return streams
+
+
 def _device(name: str, library: Library, x: Any) -> Device:
     try:
         return library.device(x)
@@ -287,7 +515,7 @@ class Border:
         self._first_name, self._first = name, x
         self.library = library_of(name, x)
         self.device = _device(name, self.library, x)
-        self._lent: list[Array] = []  # all that was borrowed, which no output may overlap
+        self._lent: list[tuple[str, Array]] = []  # all that was borrowed, which no output may overlap
         self.on_cuda = self.device.kind == "cuda"
         if self.on_cuda:
             import_cupy()
@@ -329,7 +557,7 @@ class Border:
             dtype = library.dtype(x)
             if dtypes is None or dtype in dtypes:
                 array = library.borrow_cuda(x) if device.kind == "cuda" else _describe(library.to_numpy(x), dtype, x)
-                self._lent.append(array)
+                self._lent.append((name, array))
                 return array
         except (TypeError, ValueError, RuntimeError) as error:
             raise _named(name, error) from error
@@ -394,9 +622,16 @@ class Border:
             raise ValueError(f"{name} must not repeat memory, got shape {array.shape} with strides {array.strides}")
         if array.host is not None and not array.host.flags.writeable:
             raise ValueError(f"{name} must be writable, got a read-only array")
-        if any(_overlap(array, other) for other in others):
+        if any(_overlap(array, other) for _, other in others):
             raise ValueError(f"{name} must not overlap an input or another output")
         return array
+
+    def refuse_overlap(self, memory: range, what: str) -> None:
+        """ValueError for an argument that lies in `memory`, a range of addresses."""
+        for name, array in self._lent:
+            start, end = _reach(array)
+            if start < memory.stop and memory.start < end:
+                raise ValueError(f"{name} must not lie in {what}")
 
 
 def _describe(values: HostArray, dtype: str, owner: Any) -> Array:
@@ -428,12 +663,17 @@ def _overlap(a: Array, b: Array) -> bool:
 
 def _reach(array: Array) -> tuple[int, int]:
     """First address of an array and the one behind its last."""
-    if 0 in array.shape:
-        return array.pointer, array.pointer
-    steps = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
     itemsize = 2 if array.dtype == "bfloat16" else np.dtype(array.dtype).itemsize
-    start = array.pointer + itemsize * sum(min(step, 0) for step in steps)
-    return start, array.pointer + itemsize * (1 + sum(max(step, 0) for step in steps))
+    low, high = _steps(array.shape, array.strides, itemsize, itemsize)
+    return array.pointer + low, array.pointer + high
+
+
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...], unit: int, itemsize: int) -> tuple[int, int]:
+    """From an array's address to the lowest of its bytes, and behind the highest; `strides` count `unit` bytes."""
+    if 0 in shape:
+        return 0, 0
+    steps = [unit * stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + itemsize
 
 
 def host(array: Array) -> HostArray:

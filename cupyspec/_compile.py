@@ -150,8 +150,8 @@ _lock = threading.Lock()
 def _refuse_in_capture() -> None:
     if import_cupy().cuda.get_current_stream().is_capturing():
         raise ValueError(
-            "this call's kernels are not compiled yet, which cannot be done while a CUDA graph is recorded: make the "
-            "same call once before"
+            "this call's kernels are not compiled yet, which cannot be done while a CUDA graph is recorded: call "
+            "cupyspec.warm_up(...), or make the same call once before"
         )
 
 
@@ -225,6 +225,10 @@ class CupyBackend:
     def compile(self, specialisation: Specialisation, name: str) -> None:
         """Compile and load a kernel, or take it from CuPy's cache."""
         _compiled(specialisation, name, self.device)
+
+    def address(self, specialisation: Specialisation, name: str) -> int:
+        """The driver's handle of a kernel, compiled if need be."""
+        return _compiled(specialisation, name, self.device)
 
     def launch(self, launch: Launch, params: np.ndarray[Any, Any]) -> None:
         """Launch on the current stream."""

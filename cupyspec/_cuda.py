@@ -6,6 +6,7 @@ Imported at the first CUDA array, never before.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections import deque
 from contextlib import ExitStack
@@ -17,10 +18,11 @@ from cupyspec._call import Array
 
 try:
     import cupy
+    from cupy_backends.cuda.api import driver, runtime
 except (
     ImportError
 ):  # tools that import every module (doctest collectors) may do so without CuPy; nothing is called then
-    cupy = None
+    cupy = driver = runtime = None
 
 _NUMPY_NAMES = {"bfloat16": "uint16"}  # CuPy has bfloat16 only where ml_dtypes is: its bits serve as well
 
@@ -65,6 +67,36 @@ def is_capturing() -> bool:
     return bool(cupy.cuda.get_current_stream().is_capturing())
 
 
+def device_count() -> int:
+    """CUDA devices that can be used; 0 without a driver."""
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def current_device() -> int:
+    """The current device, PyTorch's and CuPy's alike."""
+    return int(runtime.getDevice())
+
+
+def context() -> int:
+    """The driver's current context, 0 if there is none. A device has one for all libraries."""
+    return driver.ctxGetCurrent()
+
+
+def stream_is_capturing(handle: int) -> bool:
+    """Whether a stream of the current device records a CUDA graph."""
+    return bool(runtime.streamIsCapturing(handle))
+
+
+def own(shape: tuple[int, ...], dtype: str) -> Any:
+    """Uninitialised memory on the current device that belongs to no pool: freed when nothing is running."""
+    values = np.dtype(dtype)
+    size = max(1, math.prod(shape) * values.itemsize)
+    return cupy.ndarray(shape, values, cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0))
+
+
 def describe(values: Any, dtype: str, owner: Any) -> Array:
     """A CuPy array as the call's own description."""
     strides = tuple(stride // values.itemsize for stride in values.strides)
@@ -80,9 +112,14 @@ def wrap(array: Array) -> Any:
     return cupy.ndarray(array.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
+def has_unit_stride(array: Array) -> bool:
+    """Whether the last axis is contiguous."""
+    return not array.shape or array.shape[-1] <= 1 or array.strides[-1] == 1 or 0 in array.shape
+
+
 def with_unit_stride(name: str, array: Array) -> Array:
     """The array itself if its last axis is contiguous, else a copy: kernels read rows by wide loads."""
-    if not array.shape or array.shape[-1] <= 1 or array.strides[-1] == 1 or 0 in array.shape:
+    if has_unit_stride(array):
         return array
     if is_capturing():
         raise ValueError(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 
@@ -55,6 +57,19 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def launcher() -> Callable[..., int]:
+    """cuLaunchKernelEx that converts nothing: it takes references and ctypes objects, and returns the driver's code."""
+    function: Callable[..., int] = _library()["cuLaunchKernelEx"]
+    return function
+
+
+def fail(code: int) -> NoReturn:
+    """RuntimeError with the driver's words."""
+    words = ctypes.c_char_p()
+    _library().cuGetErrorString(code, ctypes.byref(words))
+    raise RuntimeError(f"CUDA cannot launch the kernel: {(words.value or b'').decode()} (error {code})")
+
+
 def launch(kernel: int, shape: Config, arguments: int) -> None:
     """Run a kernel. `arguments` is the address of an array of addresses, one for each argument.
 
@@ -65,6 +80,4 @@ def launch(kernel: int, shape: Config, arguments: int) -> None:
     """
     code = _library().cuLaunchKernelEx(ctypes.addressof(shape), kernel, arguments, None)
     if code:
-        words = ctypes.c_char_p()
-        _library().cuGetErrorString(code, ctypes.byref(words))
-        raise RuntimeError(f"CUDA cannot launch the kernel: {(words.value or b'').decode()} (error {code})")
+        fail(code)

@@ -12,6 +12,7 @@ from cupyspec._call import Array
 from cupyspec._philox import POSITION_LIMIT, STEP_LIMIT
 
 _MASK = (1 << 64) - 1
+_FLOAT32_LIMIT = 3.4e38
 
 
 def seeds(border: Border, value: Any, batch_size: int) -> int | Array:
@@ -19,6 +20,8 @@ def seeds(border: Border, value: Any, batch_size: int) -> int | Array:
 
     A host array comes back as uint64 [B].
     """
+    if type(value) is int:
+        return _seed_bits(value)
     values = border.parameter("seed", value)
     shapes = f"a scalar, [{batch_size}], or [{batch_size}, 2] uint32 (high, low)"
     if isinstance(values, Array):
@@ -50,6 +53,8 @@ def counter_number(
     border: Border, name: str, value: Any, batch_size: int, limit: int, active: HostArray | None
 ) -> int | Array:
     """A non-negative integer below `limit` for every row: an int, or an array [B] (uint64 on the host)."""
+    if type(value) is int and 0 <= value < limit:
+        return value
     values = border.parameter(name, value)
     shape = values.shape
     if shape not in ((), (1,), (batch_size,)):
@@ -80,6 +85,8 @@ def positions(border: Border, name: str, value: Any, batch_size: int, active: Ho
 
 def temperatures(border: Border, name: str, value: Any, batch_size: int, active: HostArray | None) -> float | Array:
     """Temperatures: a float, or an array [B] (float32 on the host). Wrong host values are a ValueError."""
+    if type(value) in (int, float) and 0 <= value < _FLOAT32_LIMIT:
+        return float(np.float32(value))
     values = border.parameter(name, value)
     if isinstance(values, Array):
         _check_dtype(name, values.dtype, REAL_DTYPES)

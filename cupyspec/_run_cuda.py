@@ -12,6 +12,8 @@ from cupyspec import _cuda
 from cupyspec._arrays import Border
 from cupyspec._call import Array, ChainCall, ChainResult
 from cupyspec._compile import CupyBackend
+from cupyspec._packed import require_compiled
+from cupyspec._run import is_contiguous
 from cupyspec._status import raise_for_status
 from cupyspec.rules import Sigmoid, Token
 from cupyspec.rules._launch import run_chain
@@ -39,14 +41,13 @@ def run(
 ) -> ChainResult:
     """Enqueue a call; nothing is waited for unless `check`. Results are in the library that `empty_cuda` uses."""
     capturing = _cuda.is_capturing()
-    if capturing and (isinstance(call.seed, int) or isinstance(call.step, int)):
-        border.refuse_in_capture("a host seed or step")
-    if capturing and check:
-        border.refuse_in_capture("check=True")
-    call = _with_unit_strides(call)
+    call = with_unit_strides(call)
+    if capturing:
+        refuse_host_values(border, call, check)
+        require_compiled(call, rule)
     backend = _Backend(border)
     fields = call.outputs()
-    direct = {name: array for name, array in destinations.items() if _is_contiguous(array)}
+    direct = {name: array for name, array in destinations.items() if is_contiguous(array)}
     result = ChainResult(**{name: direct.get(name) or backend.empty(*spec) for name, spec in fields.items()})
     run_chain(call, rule, backend, out=result)
     for name, array in destinations.items():
@@ -62,7 +63,15 @@ def run(
     return result
 
 
-def _with_unit_strides(call: ChainCall) -> ChainCall:
+def refuse_host_values(border: Border, call: ChainCall, check: bool) -> None:
+    """ValueError, while a CUDA graph is recorded, for what every replay would repeat, or wait for."""
+    if isinstance(call.seed, int) or isinstance(call.step, int):
+        border.refuse_in_capture("a host seed or step")
+    if check:
+        border.refuse_in_capture("check=True")
+
+
+def with_unit_strides(call: ChainCall) -> ChainCall:
     """The call with score rows that kernels can read; itself where they are so."""
     changed = {}
     for name in ("target", "draft"):
@@ -77,12 +86,3 @@ def _with_unit_strides(call: ChainCall) -> ChainCall:
 def _result_array(backend: _Backend, array: Any, dtype: str, shape: tuple[int, ...]) -> Array:
     strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
     return Array(backend.pointer(array), shape, strides, dtype, None, array)
-
-
-def _is_contiguous(array: Array) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -49,6 +49,8 @@ class Sampling:
     top_p: Any = 1.0
     min_p: Any = 0.0
 
+    _filters_are_off = False  # known to be so, by the look at a new instance
+
     def __post_init__(self) -> None:
         register_jax_pytree(Sampling, [field.name for field in fields(self)])
         if isinstance(self.temperature, bool) or self.temperature is None or isinstance(self.temperature, str):
@@ -60,14 +62,27 @@ class Sampling:
                 number = math.inf
             if not 0 <= number < math.inf:
                 raise ValueError(f"temperature must be finite and not negative, got {self.temperature!r}")
+        if all(_equals(getattr(self, field.name), field.default) for field in fields(self)[1:]):
+            object.__setattr__(self, "_filters_are_off", True)
 
     def is_default(self) -> bool:
         """Whether nothing is asked for: scores are used at temperature 1, unfiltered."""
         return all(_equals(getattr(self, field.name), field.default) for field in fields(self))
 
 
+def is_plain(sampling: Any, other: Any = None) -> bool:
+    """Whether nothing but a temperature is asked for, by one Sampling, or by two."""
+    return (
+        type(sampling) is Sampling
+        and sampling._filters_are_off
+        and (other is None or (type(other) is Sampling and other._filters_are_off))
+    )
+
+
 def require_no_filters(name: str, sampling: Sampling) -> None:
     """ValueError for a parameter that this version does not apply: none is ever ignored."""
+    if sampling._filters_are_off:
+        return
     for field in fields(sampling)[1:]:
         value = getattr(sampling, field.name)
         if not _equals(value, field.default):

@@ -9,8 +9,8 @@ from cupyspec import _params
 from cupyspec._arrays import SCORE_DTYPES, TOKEN_DTYPES, Border
 from cupyspec._call import MAX_DRAFTS, Array, ChainCall, Scores
 from cupyspec._checks import are_probs, check_flags, check_sampling, host_integer, reject_unsupported, vocabulary
-from cupyspec._run import answer
-from cupyspec._sampling import Sampling
+from cupyspec._run import answer, repeat
+from cupyspec._sampling import Sampling, is_plain
 from cupyspec.rules import Sigmoid, Token
 
 
@@ -159,6 +159,47 @@ def verify(
     """
     if not isinstance(rule, (Token, Sigmoid)):
         raise TypeError(f"rule must be Token(...) or Sigmoid(...), got {rule!r}")
+    given: tuple[Any, ...] | None = None
+    if (
+        check is False
+        and (out is None or (type(out) is Verification and out.diagnostics is None))
+        and is_plain(sampling, draft_sampling)
+        and logit_bias is token_bitmask is draft_logit_bias is draft_token_bitmask is draft_vocab is None
+        and type(diagnostics) is tuple
+        and not diagnostics
+    ):
+        given = (draft_tokens, target_logits, draft_logits, seed, step, sampling.temperature, rule)
+        if not (
+            draft_sampling
+            is num_draft_tokens
+            is cu_num_draft_tokens
+            is max_draft_tokens
+            is active
+            is vocab_size
+            is draft_log_normalizer
+            is target_log_normalizer
+            is draft_scores
+            is None
+            and out is None
+            and scores == "logits"
+        ):
+            given += (
+                None if draft_sampling is None else draft_sampling.temperature,
+                num_draft_tokens,
+                cu_num_draft_tokens,
+                max_draft_tokens,
+                active,
+                vocab_size,
+                draft_log_normalizer,
+                target_log_normalizer,
+                scores,
+                draft_scores,
+            )
+            if out is not None:
+                given += out[:3]
+        values = repeat(Verification, given)
+        if values is not None:
+            return out or Verification(*values)
     reject_unsupported(
         logit_bias=logit_bias,
         token_bitmask=token_bitmask,
@@ -169,73 +210,150 @@ def verify(
     )
     check_flags(check=check)
     with Border("target_logits", target_logits) as border:
-        target = border.borrow("target_logits", target_logits, SCORE_DTYPES)
-        tokens = border.borrow("draft_tokens", draft_tokens, TOKEN_DTYPES)
-        border.library.check_answer_dtype("draft_tokens", tokens.dtype)
-        draft = None if draft_logits is None else border.borrow("draft_logits", draft_logits, SCORE_DTYPES)
-        if num_draft_tokens is not None and cu_num_draft_tokens is not None:
-            raise ValueError("num_draft_tokens and cu_num_draft_tokens must not both be given")
-        if cu_num_draft_tokens is None:
-            batch, width = _padded_layout(tokens, target, draft, max_draft_tokens)
-        else:
-            batch, width = _flattened_layout(tokens, target, draft, max_draft_tokens)
-        vocab = vocabulary(vocab_size, "target_logits", target, draft)
-
-        target_probs = are_probs("scores", scores)
-        draft_probs = target_probs if draft_scores is None else are_probs("draft_scores", draft_scores)
-        if isinstance(rule, Sigmoid) and (target_probs or (draft is not None and draft_probs)):
-            raise ValueError('scores and draft_scores must be "logits" with rule Sigmoid, got "probs"')
-        active_array = _params.active_rows(border, active, batch)
-        looked_at = _params.host_bools(active_array)
-
-        def side(
-            array: Array, probs: bool, name: str, given: Sampling, normalizer_name: str, normalizer: Any
-        ) -> Scores:
-            temperature = check_sampling(name, given, probs).temperature
-            return Scores(
-                array,
-                probs,
-                _params.temperatures(border, f"{name}.temperature", temperature, batch, looked_at),
-                _normalizer(border, normalizer_name, normalizer, array, probs, rule),
-            )
-
-        target_side = side(target, target_probs, "sampling", sampling, "target_log_normalizer", target_log_normalizer)
-        if draft_sampling is not None:
-            draft_name = "draft_sampling"
-        else:
-            # Probabilities are what they are: a temperature given for the target's logits says nothing of them.
-            draft_name, draft_sampling = "sampling", Sampling() if draft_probs and not target_probs else sampling
-        if draft is not None:
-            draft_side = side(
-                draft, draft_probs, draft_name, draft_sampling, "draft_log_normalizer", draft_log_normalizer
-            )
-        else:
-            draft_side = None
-            check_sampling(draft_name, draft_sampling, draft_probs)
-            if draft_log_normalizer is not None:
-                raise ValueError("draft_log_normalizer must be None without draft_logits")
-
-        call = ChainCall(
-            batch_size=batch,
-            num_drafts=width,
-            vocab_size=vocab,
-            draft_tokens=tokens,
-            target=target_side,
-            draft=draft_side,
-            num_draft_tokens=_params.lengths(border, "num_draft_tokens", num_draft_tokens, batch),
-            cu_num_draft_tokens=_params.lengths(border, "cu_num_draft_tokens", cu_num_draft_tokens, batch + 1),
-            active=active_array,
-            seed=_params.seeds(border, seed, batch),
-            step=_params.steps(border, step, batch, looked_at),
-            position=0,
-            draw=0,
-            purpose=None,
-            token_dtype=tokens.dtype,
+        call = checked_call(
+            border,
+            draft_tokens,
+            target_logits,
+            draft_logits,
+            seed=seed,
+            step=step,
+            rule=rule,
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            num_draft_tokens=num_draft_tokens,
+            cu_num_draft_tokens=cu_num_draft_tokens,
+            max_draft_tokens=max_draft_tokens,
+            active=active,
+            vocab_size=vocab_size,
+            draft_log_normalizer=draft_log_normalizer,
+            target_log_normalizer=target_log_normalizer,
+            scores=scores,
+            draft_scores=draft_scores,
         )
-        return answer(Verification, border, call, rule, call.outputs(), out, check)
+        return answer(Verification, border, call, rule, call.outputs(), out, check, given)
 
 
-def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None) -> tuple[int, int]:
+class Bound(NamedTuple):
+    """What the arrays of a call may be: a `Verifier` is bound to less than everything."""
+
+    token_dtypes: Sequence[str] = TOKEN_DTYPES
+    target_dtypes: Sequence[str] = SCORE_DTYPES
+    draft_dtypes: Sequence[str] = SCORE_DTYPES
+    max_batch_size: int | None = None
+    max_draft_tokens: int = MAX_DRAFTS
+    vocab_size: int | None = None
+
+    def check_batch(self, name: str, batch: int) -> None:
+        """ValueError for too many rows."""
+        if self.max_batch_size is not None and batch > self.max_batch_size:
+            raise ValueError(
+                f"{name} must be of at most {self.max_batch_size} batch rows (max_batch_size), got {batch}"
+            )
+
+    def check_vocabulary(self, vocab_size: Any, target: Array, draft: Array | None) -> int:
+        """The number of ids that exist."""
+        vocab = vocabulary(vocab_size, "target_logits", target, draft)
+        if self.vocab_size is not None and vocab_size is None and vocab != self.vocab_size:
+            raise ValueError(
+                f"target_logits must have {self.vocab_size} columns (vocab_size) unless vocab_size is given, got {vocab}"
+            )
+        if self.vocab_size is not None and vocab > self.vocab_size:
+            raise ValueError(f"vocab_size must be at most {self.vocab_size}, got {vocab}")
+        return vocab
+
+
+_UNBOUND = Bound()
+
+
+def checked_call(
+    border: Border,
+    draft_tokens: Any,
+    target_logits: Any,
+    draft_logits: Any,
+    *,
+    seed: Any,
+    step: Any,
+    rule: Any,
+    sampling: Sampling,
+    draft_sampling: Sampling | None,
+    num_draft_tokens: Any,
+    cu_num_draft_tokens: Any,
+    max_draft_tokens: int | None,
+    active: Any,
+    vocab_size: int | None,
+    draft_log_normalizer: Any,
+    target_log_normalizer: Any,
+    scores: str,
+    draft_scores: str | None,
+    bound: Bound | None = None,
+) -> ChainCall:
+    """The arguments of `verify`, each looked at, as a call for a back end."""
+    bound = bound or _UNBOUND
+    target = border.borrow("target_logits", target_logits, bound.target_dtypes)
+    tokens = border.borrow("draft_tokens", draft_tokens, bound.token_dtypes)
+    border.library.check_answer_dtype("draft_tokens", tokens.dtype)
+    draft = None if draft_logits is None else border.borrow("draft_logits", draft_logits, bound.draft_dtypes)
+    if num_draft_tokens is not None and cu_num_draft_tokens is not None:
+        raise ValueError("num_draft_tokens and cu_num_draft_tokens must not both be given")
+    if cu_num_draft_tokens is None:
+        batch, width = _padded_layout(tokens, target, draft, max_draft_tokens, bound.max_draft_tokens)
+    else:
+        batch, width = _flattened_layout(tokens, target, draft, max_draft_tokens, bound.max_draft_tokens)
+    bound.check_batch("draft_tokens" if cu_num_draft_tokens is None else "target_logits", batch)
+    vocab = bound.check_vocabulary(vocab_size, target, draft)
+
+    target_probs = are_probs("scores", scores)
+    draft_probs = target_probs if draft_scores is None else are_probs("draft_scores", draft_scores)
+    if isinstance(rule, Sigmoid) and (target_probs or (draft is not None and draft_probs)):
+        raise ValueError('scores and draft_scores must be "logits" with rule Sigmoid, got "probs"')
+    active_array = _params.active_rows(border, active, batch)
+    looked_at = _params.host_bools(active_array)
+
+    def side(array: Array, probs: bool, name: str, given: Sampling, normalizer_name: str, normalizer: Any) -> Scores:
+        temperature = check_sampling(name, given, probs).temperature
+        return Scores(
+            array,
+            probs,
+            _params.temperatures(border, f"{name}.temperature", temperature, batch, looked_at),
+            _normalizer(border, normalizer_name, normalizer, array, probs, rule),
+        )
+
+    target_side = side(target, target_probs, "sampling", sampling, "target_log_normalizer", target_log_normalizer)
+    if draft_sampling is not None:
+        draft_name = "draft_sampling"
+    else:
+        # Probabilities are what they are: a temperature given for the target's logits says nothing of them.
+        draft_name, draft_sampling = "sampling", Sampling() if draft_probs and not target_probs else sampling
+    if draft is not None:
+        draft_side = side(draft, draft_probs, draft_name, draft_sampling, "draft_log_normalizer", draft_log_normalizer)
+    else:
+        draft_side = None
+        check_sampling(draft_name, draft_sampling, draft_probs)
+        if draft_log_normalizer is not None:
+            raise ValueError("draft_log_normalizer must be None without draft_logits")
+
+    return ChainCall(
+        batch_size=batch,
+        num_drafts=width,
+        vocab_size=vocab,
+        draft_tokens=tokens,
+        target=target_side,
+        draft=draft_side,
+        num_draft_tokens=_params.lengths(border, "num_draft_tokens", num_draft_tokens, batch),
+        cu_num_draft_tokens=_params.lengths(border, "cu_num_draft_tokens", cu_num_draft_tokens, batch + 1),
+        active=active_array,
+        seed=_params.seeds(border, seed, batch),
+        step=_params.steps(border, step, batch, looked_at),
+        position=0,
+        draw=0,
+        purpose=None,
+        token_dtype=tokens.dtype,
+    )
+
+
+def _padded_layout(
+    tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None, limit: int
+) -> tuple[int, int]:
     """(B, K) of padded arrays."""
     if max_draft_tokens is not None:
         raise ValueError(
@@ -244,8 +362,8 @@ def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_
         )
     _check_rank("draft_tokens", tokens, 2, "[B, K]")
     batch, width = tokens.shape
-    if width > MAX_DRAFTS:
-        raise ValueError(f"draft_tokens must have at most {MAX_DRAFTS} columns, got shape {tokens.shape}")
+    if width > limit:
+        raise ValueError(f"draft_tokens must have at most {limit} columns, got shape {tokens.shape}")
     _check_rows("target_logits", target, (batch, width + 1), "[B, K + 1, V]")
     if draft is not None:
         _check_rows("draft_logits", draft, (batch, width), "[B, K, V]")
@@ -253,14 +371,14 @@ def _padded_layout(tokens: Array, target: Array, draft: Array | None, max_draft_
 
 
 def _flattened_layout(
-    tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None
+    tokens: Array, target: Array, draft: Array | None, max_draft_tokens: int | None, limit: int
 ) -> tuple[int, int]:
     """(B, K) of flattened arrays, B by the target's T + B rows."""
     if max_draft_tokens is None:
         raise ValueError(
             "max_draft_tokens must be an integer with cu_num_draft_tokens, the width of the answer, got None"
         )
-    width = host_integer("max_draft_tokens", max_draft_tokens, 0, MAX_DRAFTS)
+    width = host_integer("max_draft_tokens", max_draft_tokens, 0, limit)
     _check_rank("draft_tokens", tokens, 1, "[T] with cu_num_draft_tokens")
     _check_rank("target_logits", target, 2, "[T + B, V] with cu_num_draft_tokens")
     (total,) = tokens.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -40,10 +40,14 @@ def segments_of(size: int) -> Iterator[None]:
     """Within it `verify` and `sample` race segments of `size` ids."""
     inner: Callable[..., Any] = cupyspec._run.answer
 
-    def answer(kind: Any, border: Any, call: Any, *rest: Any) -> Any:
-        return inner(kind, border, dataclasses.replace(call, segment=size), *rest)
+    def answer(kind: Any, border: Any, call: Any, rule: Any, outputs: Any, out: Any, check: bool, given: Any) -> Any:
+        # Nothing is remembered, nor repeated: plans are not found by the segment.
+        return inner(kind, border, dataclasses.replace(call, segment=size), rule, outputs, out, check, None)
 
-    with mock.patch("cupyspec.chain.answer", answer), mock.patch("cupyspec.sampling.answer", answer):
+    with ExitStack() as stack:
+        for module in ("chain", "sampling"):
+            stack.enter_context(mock.patch(f"cupyspec.{module}.answer", answer))
+            stack.enter_context(mock.patch(f"cupyspec.{module}.repeat", lambda kind, given: None))
         yield
 
 
