@@ -269,9 +269,9 @@ class Plan:
         if not self._guard(*arrays):
             return False
         if self._flattened:
-            total = words[_ALL_DRAFTS] = len(arrays[0])
+            total = words[_ALL_DRAFTS] = arrays[0].shape[0]
             for at, more in self._rows_of_more:
-                if len(arrays[at]) != total + more:
+                if arrays[at].shape[0] != total + more:
                     return False
         if self._current_context() != self._context:
             return False

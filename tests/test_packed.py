@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyspec
-from cupyspec import Sampling, Sigmoid, Token, Verifier
+from cupyspec import Sampling, Sigmoid, Token, Verifier, _arrays
 from cupyspec._needs import Range
 from cupyspec._segments import SEG
 from cupyspec.rules import _launch
@@ -494,6 +494,20 @@ def test_threads_have_plans_of_their_own() -> None:
         for thread in threads:
             thread.join()
         assert not failures
+
+
+@pytest.mark.parametrize("answer", [True, False, 1, None])
+def test_guards_of_pytorch_are_tried_before_they_are_trusted(answer: Any, need_frontend: Callable[[str], Any]) -> None:
+    """A private class of PyTorch that changed: one that says yes to every tensor would let any address through."""
+    torch = need_frontend("torch")
+    import torch._C._dynamo.guards as guards
+
+    find = _arrays._tensor_guards.__wrapped__
+    assert find() is guards.TensorGuards, f"PyTorch {torch.__version__} is looked at the slow way"
+    kind = mock.Mock(return_value=SimpleNamespace(check=lambda *tensors: answer))
+    for patch in (mock.patch.object(guards, "TensorGuards", kind), mock.patch.object(torch._C, "_dynamo", None)):
+        with patch:
+            assert find() is None
 
 
 def test_a_plan_holds_no_array() -> None:
