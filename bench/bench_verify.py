@@ -1,331 +1,262 @@
-"""`verify()` beside its peers, from logits to tokens: one case is a shape, a dtype and an acceptance rate."""
+"""`verify()` beside its peers, from logits to tokens, with cold and with warm caches.
+
+python bench/bench_verify.py --shapes 4,7,50257,bfloat16 --acceptance 0.9,0.5 --providers cupyspec,torch
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import NormalDist
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import cupyspec
-from bench import harness
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # an uninstalled checkout works
+
+from bench import floors, harness, session
+from bench.cases import LEAST_COPIES, MAIN_SHAPES, Case, Inputs, Shape, make_case, rows_read
 from bench.checks import Certain, WrongAnswerError, check_law, check_shape
-from bench.harness import Call, CudaSweep, Timing
-from bench.peers import Inputs, Provider, to_numpy
+from bench.harness import Call, Sweep
+from bench.ours import OURS
+from bench.outcome import Result, csv_rows, table
+from bench.peers import PEERS
+from bench.providers import Provider, named
+from bench.session import Session, Step
 
 OP = "verify"
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-LOGIT_SPREAD = 3.0  # standard deviation of the target's logits: a few tokens hold most of the mass, as in language
-LEAST_COPIES = 16  # so that rows of small batches stop at many positions; less where a batch has many rows anyway
-_GAP = 128  # scores between target and draft in memory: the second starts aligned, as an allocation of its own would
-
-
-class Shape(NamedTuple):
-    """Sizes and dtype of a case."""
-
-    batch: int
-    drafts: int
-    vocab: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"B={self.batch} K={self.drafts} V={self.vocab} {self.dtype}"
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """``1,5,32000,float32``."""
-        try:
-            batch, drafts, vocab, dtype = (part.strip() for part in text.split(","))
-            shape = cls(int(batch), int(drafts), int(vocab), dtype)
-        except ValueError as error:
-            raise ValueError(f"a shape must be B,K,V,dtype such as 1,5,32000,float32, got {text!r}") from error
-        if min(shape[:3]) < 1 or shape.vocab < 2 or dtype not in ITEMSIZE:
-            raise ValueError(f"a shape needs B, K >= 1, V >= 2 and dtype {' or '.join(ITEMSIZE)}, got {text!r}")
-        return shape
-
-    @property
-    def row_bytes(self) -> int:
-        return self.vocab * ITEMSIZE[self.dtype]
-
-    @property
-    def all_bytes(self) -> int:
-        """Every score row once: 2 K + 1 rows of V."""
-        return (2 * self.drafts + 1) * self.batch * self.row_bytes
-
-
-SHAPES = {
-    "cpu": (
-        Shape(1, 5, 32000, "float32"),
-        Shape(1, 5, 151936, "float32"),
-        Shape(1, 5, 151936, "float16"),
-        Shape(8, 5, 32000, "float32"),
-    ),
-    "cuda": (
-        Shape(1, 5, 51865, "float16"),
-        Shape(1, 5, 32000, "float32"),
-        Shape(1, 5, 256000, "float32"),
-        Shape(1, 5, 128256, "bfloat16"),
-        Shape(8, 5, 128256, "bfloat16"),
-        Shape(64, 5, 128256, "bfloat16"),
-        Shape(256, 3, 151936, "bfloat16"),
-    ),
-}
-QUICK_SHAPES = {"cpu": SHAPES["cpu"][:2], "cuda": (SHAPES["cuda"][1], *SHAPES["cuda"][3:6:2])}
+PROVIDERS = (*OURS, *PEERS)
+CACHES = ("cold", "warm")
 ACCEPTANCES = {"cpu": (0.8, 0.5), "cuda": (0.7,)}
-PROVIDER_BUDGET = {"cpu": 0.8, "cuda": 0.25}  # seconds for each provider of a case
+QUICK_SHAPES = {"cpu": MAIN_SHAPES["cpu"][:2], "cuda": (MAIN_SHAPES["cuda"][1], *MAIN_SHAPES["cuda"][3:6:2])}
+# Beside the main shapes on a GPU, cupyspec alone: what acceptance does, and rows that are not aligned.
+VARIED = (
+    *((Shape(64, 5, 128256, "bfloat16"), rate) for rate in (0.3, 0.5, 0.95)),
+    *((Shape(256, 3, 151936, "bfloat16"), rate) for rate in (0.3, 0.95)),
+    (Shape(256, 5, 128256, "bfloat16"), 0.7),
+)
+ODD = tuple(
+    (Shape(batch, 5, vocab, dtype), 0.7)
+    for batch, vocab, dtype in (
+        (8, 128257, "bfloat16"),
+        (64, 128257, "bfloat16"),
+        (1, 50257, "float16"),
+        (64, 50257, "float16"),
+    )
+)
+VARIED_PROVIDERS = (
+    *("cupyspec", "cupyspec no early exit", "cupyspec draft lse"),
+    *("cupyspec both lse", "cupyspec sigmoid rejecting"),
+)
+LEGEND = (
+    "us: median time of a call; x ours: that over cupyspec's; /full: over a plain sum of the rows that a pass without early\n"
+    "exit reads; /least: over a plain sum of those that the answer depends on. cold: every call has other inputs, more than\n"
+    "the cache holds. See bench/README.md."
+)
 
 
-@dataclass(frozen=True)
-class Case:
-    """Copies of inputs, and what a verification of them has to do."""
+class CaseSpec(NamedTuple):
+    """What is timed."""
 
     shape: Shape
-    device: str
-    acceptance_wanted: float
-    acceptance: float  # mean over rows of the sum over ids of min(p, q)
-    copies: list[Inputs]
-    mean_accepted: float
-    bytes_full: float  # per call: what a pass without early exit reads
-    bytes_least: float  # per call: what the answer depends on
+    acceptance: float
+    providers: tuple[str, ...] | None = None  # None: all that were chosen
+    caches: tuple[str, ...] = CACHES
 
 
-def make_case(shape: Shape, device: str, acceptance: float, least_copies: int = LEAST_COPIES) -> Case:
-    """Random logits whose drafts are accepted at about the wanted rate."""
-    least = max(2, least_copies // shape.batch)
-    count = harness.copies_for(shape.all_bytes, device, least)
-    # Noise of this deviation on the draft's logits: where many ids share the mass, sum min(p, q) = 2 Phi(-noise / 2).
-    noise = -2 * NormalDist().inv_cdf(acceptance / 2)
-    scores = _Scores(shape, device, noise)
-    copies, rates = zip(*(scores.copy(number) for number in range(count)), strict=True)
-
-    # Rows that stop at n: the answer depends on target rows 0..n and on draft rows 0..min(n, K - 1). A pass without early
-    # exit reads all 2 K + 1 rows, and where a draft was rejected the pair of rows there once more.
-    accepted = np.stack([_accepted(inputs, number) for number, inputs in enumerate(copies)])
-    least_rows = (accepted + 1 + np.minimum(accepted + 1, shape.drafts)).sum(1).mean()
-    full_rows = (2 * shape.drafts + 1) * shape.batch + 2 * (accepted < shape.drafts).sum(1).mean()
-    return Case(
-        shape,
-        device,
-        acceptance,
-        float(np.mean(rates)),
-        list(copies),
-        float(accepted.mean()),
-        float(full_rows) * shape.row_bytes,
-        float(least_rows) * shape.row_bytes,
+def add_options(p: argparse.ArgumentParser) -> None:
+    """This op's own."""
+    p.add_argument("--providers", metavar="NAMES", help=f"comma-separated: {', '.join(q.name for q in PROVIDERS)}")
+    p.add_argument("--skip", metavar="NAMES", help="providers to leave out")
+    p.add_argument("--shapes", nargs="+", metavar="B,K,V,dtype", help="such as 1,5,32000,float32")
+    p.add_argument(
+        "--acceptance", metavar="RATES", help="comma-separated acceptance rates, such as 0.8,0.5; 1 is allowed"
     )
+    p.add_argument("--cache", choices=CACHES, help="default: both, warm where a copy of the inputs fits the cache")
 
 
-def _accepted(inputs: Inputs, number: int) -> Any:
-    return to_numpy(cupyspec.verify(*inputs[:3], seed=1, step=number).num_accepted)
+def check_options(options: argparse.Namespace) -> None:
+    """ValueError for options that cannot be."""
+    named(PROVIDERS, session.names(getattr(options, "providers", None)))
+    named(PROVIDERS, session.names(getattr(options, "skip", None)))
+    for text in getattr(options, "shapes", None) or []:
+        Shape.parse(text)
+    rates = [float(text) for text in session.names(getattr(options, "acceptance", None))]
+    if not all(0 < rate <= 1 for rate in rates):
+        raise ValueError(f"acceptance rates must be between 0 and 1, got {options.acceptance}")
 
 
-class _Scores:
-    """Makes copies of a case's inputs, with PyTorch, or with NumPy where that is all there is."""
-
-    def __init__(self, shape: Shape, device: str, noise: float) -> None:
-        self.shape, self.device, self.noise = shape, device, noise
-        try:
-            import torch
-        except ImportError:
-            if shape.dtype == "bfloat16":
-                raise ValueError("bfloat16 needs PyTorch: NumPy has no such dtype") from None
-            self.torch: Any = None
-            self.random: Any = np.random.default_rng(0)
+def choose(run: Session) -> list[Provider]:
+    """Providers that the options name, or all; without those that cannot take part, which is said."""
+    chosen = named(PROVIDERS, session.names(getattr(run.options, "providers", None)))
+    if not chosen:
+        # In a hurry also without those that take their time to start.
+        slow = ("torch compiled",) if run.quick else ()
+        chosen = [p for p in PROVIDERS if run.device not in p.on_request and p.name not in slow]
+    skipped = {p.name for p in named(PROVIDERS, session.names(getattr(run.options, "skip", None)))}
+    present = []
+    for provider in chosen:
+        if provider.name in skipped:
+            continue
+        if reason := provider.left_out(run.device, 1, "float32"):
+            run.say(f"left out: {provider.name} ({reason})")
         else:
-            self.torch = torch
-            self.random = torch.Generator(device).manual_seed(0)
-
-    def copy(self, number: int) -> tuple[Inputs, float]:
-        """Inputs, and the mean acceptance rate of their rows."""
-        batch, drafts, vocab, _ = self.shape
-        size = batch * (drafts + 1) * vocab
-        start = -(-size // _GAP) * _GAP
-        scores = self._empty(start + batch * drafts * vocab)
-        target, draft = scores[:size].reshape(batch, drafts + 1, vocab), scores[start:].reshape(batch, drafts, vocab)
-        scores[size:start] = 0
-        rates = []
-        for b in range(batch):  # row by row: float32 noise for a whole large batch would need gigabytes
-            clean = LOGIT_SPREAD * self._normal((drafts + 1, vocab))
-            target[b] = clean
-            draft[b] = clean[:drafts] + self.noise * self._normal((drafts, vocab))
-            if b < 16:
-                rates.append(self._rate(target[b, :drafts], draft[b]))
-        # As a drafter would: each token drawn from its own row.
-        ids = [cupyspec.sample(draft[:, i], seed=1, step=number, position=i).tokens for i in range(drafts)]
-        if self.torch is None:
-            return Inputs(np.stack(ids, 1).astype(np.int64), target, draft, scores), float(np.mean(rates))
-        return Inputs(self.torch.stack(ids, 1).long(), target, draft, scores), float(np.mean(rates))
-
-    def _empty(self, size: int) -> Any:
-        if self.torch is None:
-            return np.empty(size, self.shape.dtype)
-        return self.torch.empty(size, dtype=getattr(self.torch, self.shape.dtype), device=self.device)
-
-    def _normal(self, shape: tuple[int, int]) -> Any:
-        if self.torch is None:
-            return self.random.standard_normal(shape, np.float32)
-        return self.torch.randn(shape, generator=self.random, device=self.device)
-
-    def _rate(self, target: Any, draft: Any) -> float:
-        if self.torch is None:
-            p, q = (np.exp(x.astype(np.float32) - x.max(-1, keepdims=True)) for x in (target, draft))
-            return float(np.minimum(p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)).sum(-1).mean())
-        p, q = (self.torch.softmax(x, -1, dtype=self.torch.float32) for x in (target, draft))
-        return float(self.torch.minimum(p, q).sum(-1).mean())
+            present.append(provider)
+    return present
 
 
-class Result(NamedTuple):
-    """What was measured of one provider."""
-
-    provider: str
-    time: Timing  # of the GPU; on the CPU of the whole call
-    host: Timing | None
-    kernel: float | None  # sum of kernel times, where a graph could not be made
-
-
-class Floor(NamedTuple):
-    """Plain passes over the memory of all score rows."""
-
-    sum: Timing
-    copy: Timing
-
-
-def read_floor_calls(case: Case) -> tuple[list[Call], list[Call]]:
-    """A plain sum of every score of a copy, and a copy of them to other memory."""
-    flat = [inputs.scores for inputs in case.copies]
-    if isinstance(flat[0], np.ndarray):
-        others: list[Any] = [np.empty_like(x) for x in flat]
-        return (
-            [lambda x=x: x.sum(dtype=np.float32) for x in flat],
-            [lambda x=x, y=y: np.copyto(y, x) for x, y in zip(flat, others, strict=True)],
-        )
-    import torch
-
-    others = [torch.empty_like(x) for x in flat]
-    return (
-        [lambda x=x: x.sum(dtype=torch.float32) for x in flat],
-        [lambda x=x, y=y: y.copy_(x) for x, y in zip(flat, others, strict=True)],
-    )
+def specs(run: Session) -> list[CaseSpec]:
+    """The cases that the options ask for."""
+    options, device = run.options, run.device
+    caches = CACHES if getattr(options, "cache", None) is None else (options.cache,)
+    if run.quick and device == "cpu":
+        caches = caches[:1]
+    rates = [float(text) for text in session.names(getattr(options, "acceptance", None))]
+    rates = rates or list(ACCEPTANCES[device][: 1 if run.quick else None])
+    given = getattr(options, "shapes", None)
+    shapes = [Shape.parse(text) for text in given or []] or (QUICK_SHAPES if run.quick else MAIN_SHAPES)[device]
+    found = [CaseSpec(shape, rate, None, caches) for shape in shapes for rate in rates]
+    if device == "cuda" and not (given or run.quick):
+        found += [CaseSpec(shape, rate, VARIED_PROVIDERS, ("cold",)) for shape, rate in (*VARIED, *ODD)]
+    return found
 
 
-def check(providers: Sequence[Provider], device: str, say: Callable[[str], None]) -> list[Provider]:
-    """Those providers that keep the law; says which do not."""
+def steps(run: Session) -> list[Step]:
+    """The law of each provider, then the cases."""
+    run.explain(LEGEND)
+    good: list[Provider] = []
+
+    def check() -> None:
+        _ = run.bandwidth
+        good.extend(right(run, choose(run)))
+
+    return [
+        Step("verify: laws of the providers", check),
+        *(
+            Step(f"verify: {spec.shape} at {spec.acceptance}", partial(run_spec, run, spec, good))
+            for spec in specs(run)
+        ),
+    ]
+
+
+def right(run: Session, providers: Sequence[Provider]) -> list[Provider]:
+    """Those providers that keep their law; which do not is a problem."""
     good = []
     for provider in providers:
-        say(f"checking the law of {provider.name}")
-        try:
-            check_law(provider, device)
-        except WrongAnswerError as error:
-            say(f"NOT TIMED, WRONG: {error}")
-        else:
+        with _failures(run, provider):
+            check_law(provider, run.device)
             good.append(provider)
     return good
 
 
-def run_case(
-    case: Case, providers: Sequence[Provider], budget: float, clock: str, say: Callable[[str], None]
-) -> tuple[list[Result], Floor]:
-    """Check each provider at the case's own shape, then time all."""
-    calls: dict[str, list[Call]] = {}
-    by_name = {provider.name: provider for provider in providers}
-    certain = Certain(*case.shape, case.device)
-    for provider in providers:
-        try:
-            certain.check(provider)
-            bound = [provider.bind(inputs, number) for number, inputs in enumerate(case.copies)]
-            check_shape(provider, case.copies[0], bound[0](), case.shape.vocab)
-        except WrongAnswerError as error:
-            say(f"NOT TIMED, WRONG: {error}")
+class _failures:
+    """A provider that is wrong, or that raises, is left out and said; others go on."""
+
+    def __init__(self, run: Session, provider: Provider) -> None:
+        self._run, self._provider = run, provider
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if isinstance(error, WrongAnswerError):
+            self._run.problem(f"NOT TIMED, WRONG: {error}")
+        elif self._provider.ours:
+            self._run.problem(f"NOT TIMED: {self._provider.name}: {type(error).__name__}: {error}")
         else:
+            self._run.say(f"left out: {self._provider.name} ({type(error).__name__}: {error})")
+        return True
+
+
+def run_spec(run: Session, spec: CaseSpec, providers: Sequence[Provider]) -> None:
+    """Make a case, check, time, print, keep the rows."""
+    shape = spec.shape
+    taking = [
+        p
+        for p in providers
+        if not p.left_out(run.device, shape.batch, shape.dtype) and (spec.providers is None or p.name in spec.providers)
+    ]
+    case = make_case(shape, run.device, spec.acceptance)
+    taking = checked(run, case, taking)
+    size, copies = shape.all_bytes, len(case.copies)
+    fits = harness.cache_of(size, copies, run.device) == "warm"
+    if fits and "cold" in spec.caches:
+        run.say(f"{shape}: {copies} copies of the inputs fit the cache: no cold times")
+    if fits:
+        run_cache(run, case, "warm", taking, case.copies)
+        return
+    if "cold" in spec.caches:
+        run_cache(run, case, "cold", taking, case.copies)
+    if "warm" in spec.caches and size <= harness.last_level_cache(run.device):
+        run_cache(run, case, "warm", taking, case.copies[:1] * LEAST_COPIES)
+
+
+def checked(run: Session, case: Case, providers: Sequence[Provider]) -> list[Provider]:
+    """Those providers that are right at the case's own shape and dtype."""
+    good = []
+    certain: dict[bool, Certain] = {}
+    for provider in providers:
+        with _failures(run, provider):
+            alone = Certain.needs_alone(provider)
+            if alone not in certain:
+                certain[alone] = Certain(*case.shape, case.device, alone)
+            certain[alone].check(provider)
+            inputs = case.copies[0]
+            check_shape(provider, inputs, provider.bind(inputs, 0)(), case.shape.vocab)
+            good.append(provider)
+    return good
+
+
+def run_cache(run: Session, case: Case, cache: str, providers: Sequence[Provider], copies: Sequence[Inputs]) -> None:
+    """Time providers on copies of the inputs, the same one many times for a warm cache."""
+    calls: dict[str, list[Call]] = {}
+    accepted: dict[str, Any] = {}
+    taking = []
+    for provider in providers:
+        with _failures(run, provider):
+            bound = [provider.bind(inputs, number) for number, inputs in enumerate(copies)]
+            # Where rows stop depends on the rule; peers follow the exact rule's law with other numbers.
+            accepted[provider.name] = case.accepted
+            if provider.repeats:
+                accepted[provider.name] = np.stack(
+                    [provider.unpack(inputs, call())[1] for inputs, call in zip(copies, bound, strict=True)]
+                )
             calls[provider.name] = bound
-    del certain
-    floor_names = ("a plain sum", "a plain copy")
-    floor_calls = dict(zip(floor_names, read_floor_calls(case), strict=True))
-    if case.device == "cpu":
-        timings = harness.time_on_cpu(calls | floor_calls, budget * len(calls), clock)
-        results = [Result(name, timings[name], None, None) for name in calls]
-        return results, Floor(*(timings[name] for name in floor_names))
-
-    sweeps = {name: CudaSweep(bound, by_name[name].captures) for name, bound in calls.items()}
-    for name, sweep in sweeps.items():
-        if sweep.note:
-            say(f"{name}: {sweep.note}")
-    sweeps |= {name: CudaSweep(bound, True) for name, bound in floor_calls.items()}
-    timings = harness.time_on_cuda(sweeps, budget * len(calls))
+            taking.append(provider)
+    # How long eager calls keep the host does not depend on the cache.
+    host = cache == "cold" or len(copies) == len(case.copies)
+    sweeps = {p.name: Sweep(calls[p.name], p.captures, host) for p in taking}
+    found = run.measure(sweeps | floors.sweeps([inputs.scores for inputs in copies]))
     results = []
-    for name, bound in calls.items():
-        if by_name[name].repeats and sweeps[name].method == "graph":
-            _check_replay(by_name[name], case.copies[-1], sweeps[name], bound[-1])
-        in_graph = sweeps[name].method == "graph"
-        kernel = None if in_graph else harness.kernel_time(bound)
-        results.append(Result(name, timings[name], harness.host_time(bound), kernel))
-    return results, Floor(*(timings[name] for name in floor_names))
+    for provider in taking:
+        measured, stops = found[provider.name], accepted[provider.name]
+        if provider.repeats and measured.time.method == "graph":
+            with _failures(run, provider):
+                check_replay(provider, copies[-1], measured.answer, calls[provider.name][-1])
+        rows = rows_read(provider.reads, stops, case.shape.drafts)
+        results.append(Result(provider, measured, rows, float(stops.mean())))
+    different = len({id(inputs) for inputs in copies})
+    for row in csv_rows(case, cache, different, results, found, run.bandwidth):
+        run.add(**row)
+    run.show(table(case, cache, results, found))
 
 
-def _check_replay(provider: Provider, inputs: Inputs, sweep: CudaSweep, call: Call) -> None:
-    replayed = provider.unpack(inputs, sweep.answer)
-    if not all(np.array_equal(*pair) for pair in zip(replayed, provider.unpack(inputs, call()), strict=True)):
+def check_replay(provider: Provider, inputs: Inputs, replayed: Any, call: Call) -> None:
+    """A replayed graph's last answer is that of an eager call."""
+    before = provider.unpack(inputs, replayed)  # on the host: the eager call may write to the same arrays
+    if not all(np.array_equal(*pair) for pair in zip(before, provider.unpack(inputs, call()), strict=True)):
         raise WrongAnswerError(f"{provider.name}: a replayed graph and an eager call differ")
 
 
-def rows(case: Case, results: Sequence[Result], floor: Floor) -> Iterator[dict[str, Any]]:
-    """What goes to the CSV file, but for the environment."""
-    batch, drafts, vocab, dtype = case.shape
-    for result in results:
-        row: dict[str, Any] = {
-            "op": OP,
-            "provider": result.provider,
-            "batch": batch,
-            "drafts": drafts,
-            "vocab": vocab,
-            "dtype": dtype,
-            "acceptance_wanted": case.acceptance_wanted,
-            "acceptance": case.acceptance,
-            "mean_accepted": case.mean_accepted,
-            "median_us": result.time.median,
-            "q20_us": result.time.low,
-            "q80_us": result.time.high,
-            "samples": result.time.samples,
-            "method": result.time.method,
-            "copies": len(case.copies),
-            "bytes_all": case.shape.all_bytes,
-            "bytes_full": case.bytes_full,
-            "bytes_least": case.bytes_least,
-            "sum_us": floor.sum.median,
-            "copy_us": floor.copy.median,
-        }
-        if result.host is not None:
-            row |= {"host_us": result.host.median, "host_q20_us": result.host.low, "host_q80_us": result.host.high}
-        if result.kernel is not None:
-            row["kernel_us"] = result.kernel
-        yield row
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    p = session.parser("bench_verify.py", "Time verify() beside its peers.")
+    add_options(p)
+    return session.main(p, [sys.modules[__name__]], arguments)
 
 
-def table(case: Case, results: Sequence[Result], floor: Floor) -> str:
-    """The case for a reader."""
-    size = case.shape.all_bytes
-    ours = next((result.time.median for result in results if result.provider == "cupyspec"), None)
-    lines = [
-        f"{case.shape}: acceptance {case.acceptance:.2f}, {case.mean_accepted:.2f} of {case.shape.drafts} accepted; "
-        f"{size / 1e6:.1f} MB of logits, plain sum {_us(floor.sum.median)} us ({size / floor.sum.median / 1e3:.0f} GB/s), "
-        f"copy {_us(floor.copy.median)} us ({2 * size / floor.copy.median / 1e3:.0f} GB/s)",
-        f"  {'provider':<20}{'us':>9}  {'[20 %, 80 %]':<20}{'host us':>9}{'x ours':>8}{'/full':>8}{'/least':>8}  by",
-    ]
-    for result in results:
-        taken = result.time
-        relative = "-" if ours is None else f"{taken.median / ours:.2f}"
-        full, least = (taken.median / (floor.sum.median * part / size) for part in (case.bytes_full, case.bytes_least))
-        quantiles = f"[{_us(taken.low)}, {_us(taken.high)}]"
-        host = "-" if result.host is None else _us(result.host.median)
-        method = taken.method if result.kernel is None else f"{taken.method}; kernels alone {_us(result.kernel)}"
-        lines.append(
-            f"  {result.provider:<20}{_us(taken.median):>9}  {quantiles:<20}{host:>9}{relative:>8}{full:>8.2f}{least:>8.2f}"
-            f"  {method}"
-        )
-    return "\n".join(lines)
-
-
-def _us(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.peers import Inputs, Provider, to_numpy
-from cupyspec.testing import CannotDecide, chi_square
+from bench import harness
+from bench.cases import Inputs, to_numpy
+from bench.providers import Provider
+from cupyspec import Sigmoid, Token
+from cupyspec.testing import CannotDecide, chi_square, output_law
 
 ALPHA = 1e-6  # of one chi-square: some ten are made for a provider, so a false alarm is one run in 100,000
 LAW_ROWS = 20_000
-DIFFERENT_ROWS = 16
 LAW_CALLS = 2000  # of a provider that takes one row at a time
+LAW_SPREAD, LAW_MEAN = 1.5, 8.0  # of logits: with this mean the rule of `ours.REJECTING` accepts and rejects
+DIFFERENT_ROWS = 8
 
 
 class WrongAnswerError(AssertionError):
@@ -28,8 +32,9 @@ def as_inputs(
         import torch
     except ImportError:
         return Inputs(draft_tokens, target.astype(dtype), draft.astype(dtype), None)
-    scores = (torch.from_numpy(x).to(device, getattr(torch, dtype)) for x in (target, draft))
-    return Inputs(torch.from_numpy(draft_tokens).to(device), *scores, None)
+    place = harness.torch_device(device)
+    scores = (torch.from_numpy(x).to(place, getattr(torch, dtype)) for x in (target, draft))
+    return Inputs(torch.from_numpy(draft_tokens).to(place), *scores, None)
 
 
 def check_shape(provider: Provider, inputs: Inputs, answer: Any, vocab: int) -> None:
@@ -56,20 +61,27 @@ def check_shape(provider: Provider, inputs: Inputs, answer: Any, vocab: int) -> 
 
 
 class Certain:
-    """Rows with one right answer, at the shape and dtype that are timed: every target row has one possible token."""
+    """Rows with one right answer, at the shape and dtype that are timed: every target row has one possible token.
 
-    def __init__(self, batch: int, drafts: int, vocab: int, dtype: str, device: str) -> None:
+    `alone` is how: all other ids at -inf, which makes the answer certain under rules without a softmax too. Otherwise
+    they are a background of normals, 80 below: whatever else has a chance below 1e-28.
+    """
+
+    def __init__(self, batch: int, drafts: int, vocab: int, dtype: str, device: str, alone: bool = False) -> None:
         random = np.random.default_rng(1)
         rows = min(batch, DIFFERENT_ROWS)
-        target = random.standard_normal((rows, drafts + 1, vocab), np.float32)
-        draft = random.standard_normal((rows, drafts, vocab), np.float32)
+        target, draft = (
+            np.full((rows, count, vocab), -np.inf, np.float32)
+            if alone
+            else random.standard_normal((rows, count, vocab), np.float32)
+            for count in (drafts + 1, drafts)
+        )
         wanted = random.integers(0, vocab, (rows, drafts + 1))
         ids = wanted[:, :drafts].copy()
         stop = random.integers(0, drafts + 1, rows)
         stop[0] = drafts // 2
         wrong = np.arange(drafts) == stop[:, None]
         ids[wrong] = (ids[wrong] + 1) % vocab
-        # 80 above a background of normals: whatever else has a chance below 1e-28.
         np.put_along_axis(target, wanted[..., None], 80, axis=2)
         np.put_along_axis(draft, ids[..., None], 80, axis=2)
 
@@ -81,6 +93,11 @@ class Certain:
         self.accepted = stop[row]
         self.tokens = np.where(np.arange(drafts + 1) <= self.accepted[:, None], wanted[row], -1)
 
+    @staticmethod
+    def needs_alone(provider: Provider) -> bool:
+        """Whether a provider's rule compares no probabilities."""
+        return isinstance(provider.law.get("rule"), Sigmoid)
+
     def check(self, provider: Provider) -> None:
         """Compare a provider's answer with the only one."""
         tokens, accepted = provider.unpack(self.inputs, provider.bind(self.inputs, 0)())
@@ -89,17 +106,17 @@ class Certain:
 
 
 def check_law(provider: Provider, device: str) -> None:
-    """Chi-square on a small vocabulary: accepted counts, and the token at each position, which must follow the target.
+    """Chi-square on a small vocabulary: accepted counts, and the token at each position, by the provider's own rule.
 
     The rows of the drafts are drawn afresh; score rows depend on the position alone, so a token that is given out at a
-    position follows that position's target law whatever came before.
+    position follows that position's law whatever came before. For an exact rule that is the target's row.
     """
     random = np.random.default_rng(2)
     drafts, vocab = 2, 11
     rows = LAW_CALLS if provider.one_row else LAW_ROWS
-    target = random.normal(0, 1.5, (drafts + 1, vocab)).astype(np.float32)
+    target = random.normal(LAW_MEAN, LAW_SPREAD, (drafts + 1, vocab)).astype(np.float32)
     draft = (target[:drafts] + random.normal(0, 1, (drafts, vocab))).astype(np.float32)
-    p, q = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(-1, keepdims=True) for x in (target, draft))
+    q = softmax(draft)
     ids = np.stack([random.choice(vocab, rows, p=row) for row in q], axis=1)
     if "torch" in provider.needs:
         import torch
@@ -114,19 +131,47 @@ def check_law(provider: Provider, device: str) -> None:
         answers.append(provider.unpack(inputs, provider.bind(inputs, copy)()))
     tokens, accepted = (np.concatenate(parts) for parts in zip(*answers, strict=True))
 
-    rate = np.minimum(p[:drafts], q).sum(-1)  # chance that a draft of this position is accepted
-    reached = np.append(1, np.cumprod(rate))
-    _compare(
+    rates, laws = zip(*(_position_law(provider, *pair) for pair in zip(target, draft, strict=False)), strict=True)
+    last = softmax(target[drafts])
+    if provider.law.get("greedy"):
+        last = (np.arange(vocab) == target[drafts].argmax()).astype(np.float64)
+    reached = np.append(1, np.cumprod(rates))
+    compare(
         f"{provider.name}: accepted drafts",
         np.bincount(accepted, minlength=drafts + 1),
         reached - np.append(reached[1:], 0),
     )
-    for i in range(drafts + 1):
+    for i, law in enumerate((*laws, last)):
         counts = np.bincount(tokens[accepted >= i, i], minlength=vocab)
-        _compare(f"{provider.name}: tokens at position {i}", counts, p[i])
+        compare(f"{provider.name}: tokens at position {i}", counts, law)
 
 
-def _compare(what: str, counts: npt.NDArray[Any], law: npt.NDArray[np.float64]) -> None:
+def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """In float64, along the last axis."""
+    weights = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _position_law(
+    provider: Provider, target: npt.NDArray[Any], draft: npt.NDArray[Any]
+) -> tuple[float, npt.NDArray[np.float64]]:
+    """(chance that a draft is accepted, law of the token given out) where a draft is judged."""
+    options = {"rule": Token(), **provider.law}
+    rows = (target, draft) if isinstance(options["rule"], Sigmoid) else (softmax(target), softmax(draft))
+    law, rate = np.zeros(target.size), 0.0
+    for tokens, chance in output_law(options.pop("rule"), *rows, 1, **options).items():
+        law[tokens[0]] += chance
+        rate += chance * (len(tokens) == 2)
+    return rate, law
+
+
+def compare(what: str, counts: npt.NDArray[Any], law: npt.NDArray[np.float64]) -> None:
+    """Chi-square of counts against a law; the certain case too."""
+    law = np.maximum(law, 0)  # differences of rounded sums may be below
+    if counts[law <= 0].any():
+        raise WrongAnswerError(f"{what} do not follow the law: {counts[law <= 0].sum()} impossible ones")
+    if not counts.sum() or np.count_nonzero(law > 0) == 1:
+        return
     try:
         result = chi_square(counts, law / law.sum(), alpha=ALPHA)
     except CannotDecide:  # all but one token rare: the other positions tell

@@ -1,9 +1,10 @@
-"""Time calls on the CPU and on CUDA devices: what one sweep over all copies of the inputs takes, per call.
+"""Time calls on the CPU and on CUDA devices: what one sweep over prepared calls takes, per call.
 
-A *sweep* is one call on each copy. Copies together exceed twice the last-level cache, so that a call finds none of its
-inputs there, and they stop at different positions of the chain, so that a sweep is an average over inputs. One sample is
-one sweep's time divided by the number of calls; reported are the median and the 20 and 80 % quantiles of the samples.
-Providers take turns, sweep by sweep, so that a machine that slows down slows all of them.
+A *sweep* runs each of a provider's calls once. With a cold cache each call has its own copy of the inputs, and the
+copies together exceed twice the last-level cache; with a warm one all calls share one copy. Either way they stop at
+different positions of the chain, so that a sweep is an average over where rows stop. One sample is one sweep's time
+divided by the number of calls; reported are the median and the 20 and 80 % quantiles of the samples. Providers take
+turns, sweep by sweep, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the second: of
 MIN_ROUNDS, MAX_ROUNDS = 5, 400
 MAX_COPIES = 256
 HOST_CALLS = 64  # calls between synchronisations when host time is measured: far fewer than a stream's queue holds
+HOST_BUDGET = 0.05  # seconds
 
 
 class Timing(NamedTuple):
@@ -34,18 +36,33 @@ class Timing(NamedTuple):
     method: str  # "wall", "cpu", "graph" (replays between CUDA events) or "events" (eager calls between CUDA events)
 
 
+class Sweep(NamedTuple):
+    """A provider's calls."""
+
+    calls: Sequence[Call]
+    captures: bool = True  # they can be part of a CUDA graph
+    host: bool = True  # on a GPU: how long a call keeps the host is wanted too
+
+
+class Measured(NamedTuple):
+    """What `measure` found out about a sweep."""
+
+    time: Timing  # of the GPU; on the CPU of the whole call
+    host: Timing | None = None  # on a GPU
+    kernel: float | None = None  # sum of the kernels' microseconds, where no graph could be made
+    answer: Any = None  # of the last call, as a replay left it; None without a graph
+    note: str = ""
+
+
 def summary(seconds: Sequence[float], method: str) -> Timing:
     """Quantiles of samples in seconds."""
     low, median, high = np.quantile(np.asarray(seconds) * 1e6, (0.2, 0.5, 0.8))
     return Timing(float(median), float(low), float(high), len(seconds), method)
 
 
-def copies_for(size: int, device: str, least: int) -> int:
-    """How many copies of inputs of `size` bytes to rotate over: at least `least`, and twice the last-level cache.
-
-    Tiny inputs are not worth thousands of copies: they stay in the cache.
-    """
-    return max(least, min(MAX_COPIES, -(-2 * last_level_cache(device) // size) + 1))
+def torch_device(device: str) -> str:
+    """What PyTorch calls the device. Tests put the CPU in the GPU's place here."""
+    return device
 
 
 def last_level_cache(device: str) -> int:
@@ -61,21 +78,79 @@ def last_level_cache(device: str) -> int:
         return 32 << 20
 
 
+def copies_for(size: int, device: str, least: int = 1) -> int:
+    """How many copies of inputs of `size` bytes to rotate over: at least `least`, and twice the last-level cache.
+
+    Tiny inputs are not worth thousands of copies: they stay in the cache, and `cache_of` says so.
+    """
+    return max(least, min(MAX_COPIES, -(-2 * last_level_cache(device) // size) + 1))
+
+
+def cache_of(size: int, copies: int, device: str) -> str:
+    """What a rotation over copies of `size` bytes finds: "cold" or "warm"."""
+    return "cold" if size * copies >= last_level_cache(device) else "warm"
+
+
+def measure(device: str, sweeps: Mapping[str, Sweep], budget: float, clock: str = "wall") -> dict[str, Measured]:
+    """Time all sweeps, about `budget` seconds for each.
+
+    Parameters
+    ----------
+    device : {"cpu", "cuda"}
+    sweeps : mapping of str to Sweep
+        By provider.
+    budget : float
+        Seconds for each; one sweep of it is at least `MIN_ROUNDS` samples.
+    clock : {"wall", "cpu"}
+        On the CPU.
+    """
+    if device == "cpu":
+        timings = time_on_cpu({name: sweep.calls for name, sweep in sweeps.items()}, budget, clock)
+        return {name: Measured(timing) for name, timing in timings.items()}
+    prepared = {name: CudaSweep(sweep.calls, sweep.captures) for name, sweep in sweeps.items()}
+    timings = time_on_cuda(prepared, budget)
+    found = {}
+    for name, ready in prepared.items():
+        host = host_time(ready.calls, HOST_BUDGET) if sweeps[name].host else None
+        kernel = None if ready.method == "graph" else kernel_time(ready.calls)
+        if ready.method == "graph":
+            ready.run()  # the host's eager calls came between: outputs that calls share are again a replay's
+        found[name] = Measured(timings[name], host, kernel, ready.answer, ready.note)
+    return found
+
+
 def time_on_cpu(sweeps: Mapping[str, Sequence[Call]], budget: float, clock: str = "wall") -> dict[str, Timing]:
-    """Time per call of each provider by a clock of `CLOCKS`, within about `budget` seconds for all of them."""
+    """Time per call of each provider by a clock of `CLOCKS`."""
     now = CLOCKS[clock]
-    for calls in sweeps.values():
-        _run(calls)
-    samples: dict[str, list[float]] = {name: [] for name in sweeps}
-    end = time.perf_counter() + budget
-    for done in range(MAX_ROUNDS):
-        if done >= MIN_ROUNDS and time.perf_counter() > end:
-            break
-        for name, calls in sweeps.items():
+
+    def sampler(calls: Sequence[Call]) -> Callable[[], float]:
+        def sample() -> float:
             start = now()
             _run(calls)
-            samples[name].append((now() - start) / len(calls))
+            return (now() - start) / len(calls)
+
+        return sample
+
+    samples = _take_turns({name: sampler(calls) for name, calls in sweeps.items()}, budget)
     return {name: summary(values, clock) for name, values in samples.items()}
+
+
+def _take_turns(samplers: Mapping[str, Callable[[], float]], budget: float) -> dict[str, list[float]]:
+    """Samples of each, by turns, until its share of time is used up; the first round warms up."""
+    for sample in samplers.values():
+        sample()
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    used = dict.fromkeys(samplers, 0.0)
+    waiting = dict(samplers)
+    while waiting:
+        for name, sample in list(waiting.items()):
+            start = time.perf_counter()
+            samples[name].append(sample())
+            used[name] += time.perf_counter() - start
+            done = len(samples[name])
+            if done >= MAX_ROUNDS or (done >= MIN_ROUNDS and used[name] > budget):
+                del waiting[name]
+    return samples
 
 
 def _run(calls: Sequence[Call]) -> Any:
@@ -105,7 +180,7 @@ class CudaSweep:
             try:
                 with torch.cuda.graph(graph):
                     self.answer = _run(calls)  # of the last call, filled in by each replay
-            except (RuntimeError, ValueError) as error:
+            except Exception as error:  # of CUDA, of PyTorch's compiler, of a peer
                 self.note = f"not captured: {str(error).splitlines()[0]}"
                 torch.cuda.synchronize()
             else:
@@ -120,28 +195,28 @@ class CudaSweep:
 
 
 def time_on_cuda(sweeps: Mapping[str, CudaSweep], budget: float) -> dict[str, Timing]:
-    """GPU time per call of each provider, within about `budget` seconds for all of them."""
+    """GPU time per call of each provider."""
     import torch
 
-    samples: dict[str, list[float]] = {name: [] for name in sweeps}
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    end = time.perf_counter() + budget
-    for done in range(-1, MAX_ROUNDS):  # the first round warms up
-        if done >= MIN_ROUNDS and time.perf_counter() > end:
-            break
-        for name, sweep in sweeps.items():
+
+    def sampler(sweep: CudaSweep) -> Callable[[], float]:
+        def sample() -> float:
             if sweep.method == "graph":
                 sweep.run()  # keeps the GPU busy while the host launches the replay that is timed
             start.record()
             sweep.run()
             stop.record()
             stop.synchronize()
-            if done >= 0:
-                samples[name].append(start.elapsed_time(stop) / 1e3 / len(sweep.calls))
+            return start.elapsed_time(stop) / 1e3 / len(sweep.calls)
+
+        return sample
+
+    samples = _take_turns({name: sampler(sweep) for name, sweep in sweeps.items()}, budget)
     return {name: summary(values, sweeps[name].method) for name, values in samples.items()}
 
 
-def host_time(calls: Sequence[Call], budget: float = 0.1) -> Timing:
+def host_time(calls: Sequence[Call], budget: float) -> Timing:
     """Time until an eager call returns to the host; for a call that synchronises, all of it."""
     import torch
 

@@ -17,13 +17,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-KEY = ("op", "provider", "batch", "drafts", "vocab", "dtype", "acceptance_wanted", "threads", "clock")
+REVISION_VARIABLE = "CUPYSPEC_BENCH_REVISION"  # what to call the code's revision on machines without Git
+
+KEY = ("op", "provider", "batch", "drafts", "vocab", "dtype", "acceptance_wanted", "cache", "threads", "clock")
 COLUMNS = (
     *KEY,
     *("acceptance", "mean_accepted", "median_us", "q20_us", "q80_us", "samples", "method", "copies"),
     *("host_us", "host_q20_us", "host_q80_us", "kernel_us"),
-    *("bytes_all", "bytes_full", "bytes_least", "sum_us", "copy_us"),
-    *("device", "driver", "cpu", "load", "python", "numpy", "torch", "cupy", "transformers"),
+    *("bytes_all", "bytes_full", "bytes_least", "sum_us", "copy_us", "read_gbps", "copy_gbps", "floor_us"),
+    *("peak_bytes", "limit_bytes", "allocations"),
+    *("device", "driver", "cuda", "cpu", "load", "python", "numpy", "torch", "cupy", "transformers"),
     *("revision", "date", "command"),
 )
 
@@ -33,6 +36,7 @@ def environment(device: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "device": "cpu",
         "driver": "",
+        "cuda": "",
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
         "threads": 1,
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "",
@@ -43,7 +47,7 @@ def environment(device: str) -> dict[str, Any]:
         "transformers": _version("transformers"),
         "revision": revision(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
-        "command": " ".join(["python", "bench/run.py", *sys.argv[1:]]),
+        "command": " ".join(["python", _script(), *sys.argv[1:]]),
     }
     if facts["torch"]:
         import torch
@@ -54,9 +58,15 @@ def environment(device: str) -> dict[str, Any]:
             facts |= {
                 "device": torch.cuda.get_device_name(),
                 "driver": _driver(),
-                "threads": "",
-            }  # threads do not matter
+                "cuda": torch.version.cuda or "",
+                "threads": "",  # they do not matter
+            }
     return facts
+
+
+def _script() -> str:
+    path = Path(sys.argv[0]).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def _version(package: str) -> str:
@@ -67,7 +77,12 @@ def _version(package: str) -> str:
 
 
 def revision() -> str:
-    """The checkout's commit, marked where code of the library or of the benchmarks differs from it."""
+    """The checkout's commit, marked where code of the library or of the benchmarks differs from it.
+
+    The environment variable `REVISION_VARIABLE` goes first.
+    """
+    if given := os.environ.get(REVISION_VARIABLE, "").strip():
+        return given
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -104,19 +119,24 @@ def default_path(device_name: str) -> Path:
     return RESULTS / f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.csv"
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """All rows of a file; columns that it does not have are empty."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [dict.fromkeys(COLUMNS, "") | row for row in csv.DictReader(file)]
+
+
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Put rows into a file; of what it holds, only rows of the same key are replaced."""
-    kept: list[Mapping[str, Any]] = []
     new_keys = {_key(row) for row in rows}
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            kept = [row for row in csv.DictReader(file) if _key(row) not in new_keys]
+    kept = [row for row in read_csv(path) if _key(row) not in new_keys] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    written = path.with_name(path.name + ".new")  # a run that is killed leaves the old file or the new one
+    with written.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="raise", lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
         writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
+    written.replace(path)
 
 
 def _text(value: Any) -> str:
@@ -124,4 +144,4 @@ def _text(value: Any) -> str:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(_text(row[name]) for name in KEY)
+    return tuple(_text(row.get(name, "")) for name in KEY)
