@@ -208,7 +208,7 @@ def _fake_torch(gpu: FakeGpu, patches: _Patches) -> None:
 
     tensor = torch.Tensor
     patches.set(tensor, "device", property(lambda x: torch.device(where(x))))
-    patches.set(tensor, "is_cuda", property(lambda x: where(x) != "cpu"))
+    patches.set(tensor, "is_cuda", property(lambda x: where(x).startswith("cuda")))
     patches.set(tensor, "get_device", lambda x: -1 if where(x) == "cpu" else int(where(x)[-1]))
     patches.set(torch, "empty", empty)
     patches.set(torch.cuda, "is_initialized", lambda: True)

@@ -327,6 +327,20 @@ def test_verifier_equals_verify(device: Device, kind: str) -> None:
     run()
 
 
+def test_out_again_and_again(device: Device) -> None:
+    """`out=` of the call before written to; arrays that are not contiguous, which a copy fills each time."""
+    arrays = [device.array(x) for x in rows(5, 2, 3000)]
+    seeds = device.array(np.arange(5))
+    want = [device.values(x) for x in cupyspec.verify(*arrays, seed=seeds)[:3]]
+    for spread in (False, True):
+        for _ in range(4):
+            wide = device.array(np.full((5, 7), 77, np.int32))
+            tokens = wide[:, 1::2] if spread else device.array(np.full((5, 3), 77, np.int32))
+            out = cupyspec.Verification(tokens, *(device.array(np.full(5, 77, np.int32)) for _ in range(2)))
+            assert cupyspec.verify(*arrays, seed=seeds, out=out) is out
+            assert same(out, want, device.values) and (device.values(wide)[:, ::2] == 77).all()
+
+
 def test_verifier_on_other_streams_waits_for_nothing(need_frontend: Callable[[str], ModuleType]) -> None:
     """F22, F27: a quick call on another stream than PyTorch's current one, or one that synchronises."""
     torch = need_frontend("torch")
